@@ -399,7 +399,7 @@ ensure_harnesses() {
     ensure_uv
     step "build an image of agents' programs (2 GB)" "$venv/bin/rollout-service" image build test-harnesses \
         --harness codex --harness claude_code --harness qwen_code --harness opencode --harness gemini_cli \
-        --harness mini_swe_agent
+        --harness mini_swe_agent --harness pi
     step "build the image of OpenHands (244 MB)" "$venv/bin/rollout-service" image build openhands-sdk
     echo "$fingerprint" >"$stamp"
 }

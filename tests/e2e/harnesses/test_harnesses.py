@@ -1,4 +1,4 @@
-"""Real programs are agents: seven of them, each in its own sandbox, through pauses, lost engines and long tasks.
+"""Real programs are agents: eight of them, each in its own sandbox, through pauses, lost engines and long tasks.
 
 All of their rollouts run at the same time in one service, once for all tests of this module.
 """
@@ -39,7 +39,7 @@ from tests.support.gateway.requests import RequestLog, rendered
 from tests.support.gateway.service import gateway_service
 from tests.support.samples import sampled_by_turn
 
-HARNESSES = ("codex", "claude_code", "qwen_code", "opencode", "gemini_cli", "mini_swe_agent", "openhands_sdk")
+HARNESSES = ("codex", "claude_code", "qwen_code", "opencode", "gemini_cli", "mini_swe_agent", "pi", "openhands_sdk")
 UPDATE_SECONDS = 90.0
 BEGUN_SECONDS = 5.0
 AGENT_SECONDS = 480.0
