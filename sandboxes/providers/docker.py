@@ -248,7 +248,7 @@ class DockerSandbox(ControlledSandbox):
     def loss(self) -> SandboxError | None:
         process = self._launched.resources.process
         code = None if process is None else process.poll()
-        if code is None or 0 <= code != DAEMON_FAILED:
+        if self._closing or code is None or 0 <= code != DAEMON_FAILED:  # closing ends a client that lingers
             return None
         said = f"the client or the daemon of sandbox {self.id} has failed (exit code {code})"
         return SandboxLostError(said, hint="look at the daemon's log, and at the host's memory")
@@ -290,7 +290,7 @@ class DockerProvider(HostProvider):
 
     @property
     def enforced(self) -> frozenset[str]:
-        """As the daemon has said when it was swept, or when the first sandbox was started."""
+        """The limits that hold, as the daemon said at a sweep or at the first start; before that, only the disk's."""
         return frozenset({"disk"}) | (self._held or frozenset())
 
     async def _find_held(self) -> frozenset[str]:

@@ -44,11 +44,15 @@ async def test_only_a_daemon_that_answers_says_that_a_sandbox_has_ended(
     assert len((await containers.sweep())[1]) == (error is SandboxLostError)
 
 
-@pytest.mark.parametrize(("code", "is_lost"), [("exit 125", True), ("kill -9 $$", True), ("exit 137", False)])
-def test_a_client_that_fails_is_no_end_of_its_sandbox(code: str, is_lost: bool) -> None:
+@pytest.mark.parametrize(
+    ("code", "closing", "is_lost"),
+    [("exit 125", False, True), ("kill -9 $$", False, True), ("exit 137", False, False), ("kill -9 $$", True, False)],
+)
+def test_a_client_that_fails_before_the_close_is_a_loss(code: str, closing: bool, is_lost: bool) -> None:
     with subprocess.Popen(["sh", "-c", code]) as process:
         process.wait()
     sandbox = DockerSandbox.__new__(DockerSandbox)
+    sandbox._closing = closing
     sandbox._launched = SimpleNamespace(id="one", resources=SimpleNamespace(process=process))
     assert isinstance(sandbox.loss, SandboxLostError) == is_lost
 
