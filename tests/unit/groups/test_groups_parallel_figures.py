@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from api_schemas.rollouts import Rollout
 from api_schemas.rollouts.figures import ParallelFigures
 from api_schemas.rollouts.trees import Assigns, InvalidBecause, Work, WorkSeconds
-from rollout_service.groups.statistics import parallel_figures, work_sums
+from rollout_service.groups import parallel_figures, work_sums
 from tests.support.sub_agents import DIRECT, SERIAL, WIDE, node, rollout
 
 SHARES = {"assign_rate", "delegate_ratio", "balance", "finish_rate", "duplicate_share"} | {
