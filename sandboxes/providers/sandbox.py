@@ -94,7 +94,7 @@ class LaunchedSandbox:
     save_command: Callable[[int, int], list[str]] | None
     shell_state: bytes
     has_network: Callable[[], bool]
-    """Returns whether the way out that it was given is still there."""
+    """Returns whether the network that the sandbox was given is still there."""
 
 
 class ControlledSandbox(SandboxWithFiles):

@@ -95,7 +95,12 @@ class ProgramFailedError(Exception):
 async def _started(
     control: ControlShell, argv: Sequence[str], mode: str, env: Mapping[str, str], collected: Sequence[str]
 ) -> AsyncIterator[Child]:
-    """Start a program in `/`, and see it end well after the block; an error quotes its `collected` outputs."""
+    """Start a program in `/`; after the block, wait for its end.
+
+    Raises:
+        FileStalledError: It did not end within `STALL_SECONDS`.
+        ProgramFailedError: It failed; the error quotes its `collected` outputs.
+    """
     child, said = await control.spawn(mode, argv, cwd="/", env=env), OutputBuffer(MESSAGE_LIMIT)
     readers = [Reader(child.pipes.fds[name]) for name in collected]
     try:
