@@ -376,6 +376,8 @@ class PoolMachine(RuleBasedStateMachine):
         async def settled() -> dict[str, str]:
             self.bench.pool._notify()
             await anyio.wait_all_tasks_blocked()
+            while self.bench.pool._refills:  # its task looks blocked until the loop passes on what it waits for
+                await anyio.lowlevel.checkpoint()
             # In the same step of the loop: the pool also starts sandboxes by the clock.
             return {info.id: info.state for info in self.bench.pool.live()}
 
