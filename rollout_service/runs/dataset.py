@@ -156,7 +156,10 @@ def open_dataset(source: DatasetTasks, environment: Environment) -> DatasetRows:
 
 
 def reopening(environment_of: EnvironmentOf) -> Reopen:
-    """Return the function that opens a run's source again, wherever its file is now: the creator has had the same."""
+    """Return the function that opens a run's source again.
+
+    A file may be read wherever it is now, since its digest shows that the run's creator has had the same content.
+    """
 
     def reopen(source: FileTasks | DatasetTasks, digest: str | None) -> Rows:
         try:

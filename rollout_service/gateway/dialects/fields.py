@@ -239,7 +239,7 @@ class Parameter:
 
 
 def without_notes(treatment: Treatment, paths: str) -> tuple[Parameter, ...]:
-    """Make the rows of parameters of which there is no more to say; `paths` are divided by spaces."""
+    """Make the rows of parameters that need no note; `paths` are separated by spaces."""
     return tuple(Parameter(path, treatment) for path in paths.split())
 
 

@@ -37,7 +37,7 @@ class AnswerResponse:
     keep_alive_seconds: float
     _: KW_ONLY
     head_seconds: float = 0.0
-    """How long the head of a whole answer waits for it; 0 for a time by that of keep-alives."""
+    """How long the head of a whole answer waits for it; 0 is twice `keep_alive_seconds`, at most `HEAD_SECONDS`."""
     headers: Sequence[tuple[bytes, bytes]] = ()
     """Added to the head."""
     _is_sent: bool = False
