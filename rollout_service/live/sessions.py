@@ -221,9 +221,10 @@ class LiveSessions:
         pause = min(max(self.settings.retention_seconds / 4, _SHORTEST_LOOK), PRUNE_SECONDS)
         while True:
             with _trying_again():
+                # First, since pruning fails as long as another program reads the file.
+                await self.store.forget_opt_outs(self.clock() - self.settings.opt_out_seconds)
                 while await self.store.prune(self.clock(), self.settings.retention_bytes):
                     pass  # the store removes some at a time
-                await self.store.forget_opt_outs(self.clock() - self.settings.opt_out_seconds)
             await anyio.sleep(pause)
 
 

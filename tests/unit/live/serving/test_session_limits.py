@@ -5,6 +5,7 @@ from base64 import urlsafe_b64encode
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import anyio
 import anyio.lowlevel
@@ -15,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
 from api_schemas.sessions import SessionRequest
-from rollout_service.base.errors import ConfigurationError, InvalidFieldError
+from rollout_service.base.errors import ConfigurationError, InvalidFieldError, StoreError
 from rollout_service.base.signals import ChangeSignal
 from rollout_service.engines.contract import GenerateRequest, Generation, TokenChunk, new_request_id
 from rollout_service.engines.errors import BackendRejected, NoBackendError
@@ -25,6 +26,8 @@ from rollout_service.live.serving.app import TurnOptions, read_turn_options, spl
 from rollout_service.live.serving.engines import HeldPool
 from rollout_service.live.serving.resolver import RequestRate
 from rollout_service.live.serving.views import decode_cursor, encode_cursor
+from rollout_service.live.sessions import LiveSessions
+from rollout_service.settings.live import LiveSettings
 from tests.support.clocks import ManualClock
 from tests.support.gateway.manual_pool import ManualPool
 
@@ -264,3 +267,24 @@ async def test_a_pool_without_engines_is_told_as_one_to_wait_for(error, kind):
     async with waiting(5) as bench:
         bench.pool.calls[0].fail(error)
     assert type(bench.ended[0]) is kind
+
+
+class Unprunable:
+    def __init__(self) -> None:
+        self.forgotten = anyio.Event()
+
+    async def prune(self, *_: object) -> int:
+        raise StoreError("the log cannot be emptied while another program reads the file")
+
+    async def forget_opt_outs(self, _: float) -> None:
+        self.forgotten.set()
+
+
+async def test_opt_outs_are_forgotten_also_while_sessions_cannot_be_removed():
+    store, none = Unprunable(), cast(Any, None)
+    sessions = LiveSessions(LiveSettings(), cast(Any, store), none, none, none, none, none)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(sessions.prune)
+        with anyio.fail_after(10):
+            await store.forgotten.wait()
+        tasks.cancel_scope.cancel()
