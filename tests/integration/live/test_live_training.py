@@ -89,6 +89,7 @@ async def test_nobody_submits_a_part_of_a_session(tmp_path):
         answer = await service.http.post("/v1/runs/live/tasks", json={"tasks": [task]})
         assert answer.status_code == 409
         assert "trains on live sessions" in answer.text
+        assert (await service.http.post("/v1/runs/live/tasks", json={"tasks": [], "close": True})).is_success
 
 
 async def test_a_deleted_user_leaves_no_byte_and_what_was_leased_is_named(tmp_path):
