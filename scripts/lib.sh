@@ -394,7 +394,8 @@ ensure_swe() {
 ensure_harnesses() {
     local stamp=$cache/harnesses fingerprint
     fingerprint=$(fingerprint_of "$root/sandboxes/definitions/base.def" "$root"/rollout_service/agents/harnesses/presets/*.toml)
-    [[ -e $(images_folder)/test-harnesses.sif && -f $stamp && $(<"$stamp") == "$fingerprint" ]] && return
+    [[ -e $(images_folder)/test-harnesses.sif && -e $(images_folder)/openhands-sdk.sif && -f $stamp ]] &&
+        [[ $(<"$stamp") == "$fingerprint" ]] && return
     require_ids
     ensure_uv
     step "build an image of agents' programs (2 GB)" "$venv/bin/rollout-service" image build test-harnesses \
