@@ -81,6 +81,12 @@ def joint_image(names: Sequence[str], arguments: Mapping[str, str] | None = None
             f"the harness {without!r} names nothing to install",
             hint="Build its image from a definition of your own, with --definition.",
         )
+    suites = {preset.install.suite for preset in presets if preset.install and preset.install.suite}
+    if len(suites) > 1:
+        raise ConfigurationError(
+            f"the harnesses need different releases of Debian: {', '.join(sorted(suites))}",
+            hint="Build an image for those of each release.",
+        )
     return _image_of(presets, arguments)
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from api_schemas.rollouts import StopReason
 from api_schemas.trajectories import Message
+from rollout_service.agents.harnesses import registry
 from rollout_service.agents.harnesses.agent import LARGEST_ARGUMENT, HarnessAgent, with_servers
 from rollout_service.agents.harnesses.preset import HarnessSettings
 from rollout_service.agents.harnesses.registry import (
@@ -180,7 +181,7 @@ async def test_each_preset_is_whole(preset):
     assert any(preset.version in value for value in image.arguments.values())
 
 
-async def test_one_image_can_have_the_programs_of_several_harnesses():
+async def test_one_image_can_have_the_programs_of_several_harnesses(monkeypatch):
     image = joint_image(["claude_code", "opencode", "mini_swe_agent"], {"SUITE": "trixie"})
     both = [get_harness(name).install for name in ("claude_code", "opencode")]
     assert image.path == harness_image("codex").path
@@ -191,6 +192,12 @@ async def test_one_image_can_have_the_programs_of_several_harnesses():
     assert joint_image(["codex", "openhands_sdk"]).arguments["SUITE"] == get_harness("openhands_sdk").install.suite
     with pytest.raises(ConfigurationError, match="'command' names nothing to install"):
         joint_image(["codex", "command"])
+    codex = get_harness("codex")
+    older = codex.model_copy(update={"install": codex.install.model_copy(update={"suite": "bookworm"})})
+    found = {"codex": older, "openhands_sdk": get_harness("openhands_sdk")}
+    monkeypatch.setattr(registry, "get_harness", found.__getitem__)
+    with pytest.raises(ConfigurationError, match="different releases of Debian: bookworm, trixie"):
+        joint_image(["codex", "openhands_sdk"])
 
 
 @pytest.mark.parametrize(
