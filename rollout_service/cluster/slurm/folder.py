@@ -2,7 +2,7 @@
 
 Only its owner can read it; every file appears whole; a part that has ended in order is no longer listed. The record of
 a part that was killed stays, so readers ask the part whether it still answers. A shared file system may fail for a
-moment: that ends no part of a job, so who lists or withdraws one learns whether it was done.
+moment: changes of records then log that, since it must end no part of a job.
 """
 
 from __future__ import annotations
@@ -126,10 +126,10 @@ class JobFolder:
 
     def publish(self, kind: str, part: Published) -> bool:
         """List a part as `nodes` or `engines`, which is its kind; return whether that was possible."""
-        return _change(lambda: write_private(self._record(kind, part.name), part.model_dump_json().encode()))
+        return self._write(kind, part.name, part)
 
-    def withdraw(self, kind: str, name: str) -> bool:
-        return _change(lambda: self._record(kind, name).unlink(missing_ok=True))
+    def withdraw(self, kind: str, name: str) -> None:
+        _change(lambda: self._record(kind, name).unlink(missing_ok=True))
 
     def forget(self, kind: str) -> None:
         """Withdraw all parts, of whichever job."""
@@ -144,11 +144,9 @@ class JobFolder:
         """
         return [Published.model_validate(record) for record in self._records(kind)]
 
-    def fail(self, failure: StartFailure) -> bool:
-        """Say why a part does not run, until it is withdrawn from `failures`; return whether that was possible."""
-        return _change(
-            lambda: write_private(self._record("failures", failure.name), failure.model_dump_json().encode())
-        )
+    def fail(self, failure: StartFailure) -> None:
+        """Say why a part does not run, until it is withdrawn from `failures`."""
+        self._write("failures", failure.name, failure)
 
     def failures(self) -> list[StartFailure]:
         """
@@ -159,6 +157,9 @@ class JobFolder:
 
     def _record(self, kind: str, name: str) -> Path:
         return self.path / kind / f"{name}.json"
+
+    def _write(self, kind: str, name: str, record: BaseModel) -> bool:
+        return _change(lambda: write_private(self._record(kind, name), record.model_dump_json().encode()))
 
     def _records(self, kind: str) -> list[object]:
         found = []
@@ -171,6 +172,7 @@ class JobFolder:
 
 
 def _change(change: Callable[[], None]) -> bool:
+    """Return whether the change was made; log why if not."""
     try:
         change()
     except OSError as error:

@@ -12,8 +12,6 @@ from rollout_service.activity import Activity, ActivityBoard
 from rollout_service.pipeline.context import Stages
 from rollout_service.pipeline.stage import StageLimiter
 
-_SUMMED = ("working", "workers", "waiting", "places")
-
 
 def stage_overviews(stages: Stages, board: ActivityBoard) -> list[StageOverview]:
     working: dict[str, list[Activity]] = {}
@@ -51,7 +49,10 @@ def _sum(same_stage: Sequence[StageOverview]) -> StageOverview:
         waits.update(one.waits_for)
     return StageOverview(
         stage=same_stage[0].stage,
-        **{name: sum(getattr(one, name) for one in same_stage) for name in _SUMMED},
+        working=sum(one.working for one in same_stage),
+        workers=sum(one.workers for one in same_stage),
+        waiting=sum(one.waiting for one in same_stage),
+        places=sum(one.places for one in same_stage),
         oldest_seconds=max(one.oldest_seconds for one in same_stage),
         waits_for=dict(waits.most_common()),
     )

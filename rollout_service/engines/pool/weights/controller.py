@@ -301,8 +301,8 @@ class PoolController:
     async def _each(self, name: str, command: PoolCommand, trial: PoolCommand | None = None) -> PoolOutcome:
         """Run a command on every backend at once; one that is lost, or fails the trial, leaves service.
 
-        Those out of service are told, too, because an engine that stays paused may fail its probes, and are waited for
-        only briefly: they get the pool's weights and pause before they serve again.
+        Backends out of service get the command too, since an engine that stays paused may fail its probes. Do not wait
+        long for them: they get the pool's weights and pause before they serve again.
         """
         away = FanOut(handle for handle in self._registry if handle.state is BackendState.FAILED)
         fan_out = FanOut(handle for handle in self._registry if handle not in away.records)
