@@ -9,7 +9,8 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from math import isfinite
 
 from pydantic import JsonValue
@@ -20,8 +21,6 @@ MAX_DEPTH = 100
 NOT_FINITE = "NaN, or an infinite or too large number, which JSON cannot store; write null instead"
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 """One that does not end is the rest of the document, so that no character is looked at twice."""
-_LARGE = re.compile(rb"[0-9][eE]\+?[0-9]{3}|(?<![0-9])[0-9]{309}")
-"""Matches every document that has a number beyond the range of floats, about 1.8e308; looks at each digit once."""
 _SURROGATE = re.compile(
     rb"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
 )
@@ -34,7 +33,7 @@ def parse(content: bytes) -> JsonValue:
         ValueError: The document is not JSON, or not of the kind that can be stored.
     """
     value: JsonValue = from_json(content, allow_inf_nan=False)
-    if _LARGE.search(content) and not is_finite(value):
+    if not is_finite(value):
         raise ValueError("a number is too large for 64 bits")
     if measure_depth(value) > MAX_DEPTH:
         raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
@@ -90,38 +89,34 @@ def _count(document: bytes, marks: bytes, begin: int, end: int) -> int:
 
 
 def is_finite(value: JsonValue) -> bool:
-    return all(isfinite(inner) for inner in _all_values(value) if isinstance(inner, float))
+    numbers = (inner for outer in _all_containers(value) for inner in _members(outer) if type(inner) is float)
+    return all(map(isfinite, numbers)) and (not isinstance(value, float) or isfinite(value))
 
 
 def has_larger_object(value: JsonValue, most: int) -> bool:
     """Return whether an object in a document has more than `most` members."""
-    return any(len(inner) > most for inner in _all_values(value) if isinstance(inner, dict))
-
-
-def _all_values(value: JsonValue) -> Iterator[JsonValue]:
-    """Yield a value and all that it contains, without recursion."""
-    left = [value]
-    while left:
-        inner = left.pop()
-        yield inner
-        if isinstance(inner, dict):
-            left.extend(inner.values())
-        elif isinstance(inner, list):
-            left.extend(inner)
+    return any(len(outer) > most for outer in _all_containers(value) if isinstance(outer, dict))
 
 
 def measure_depth(value: JsonValue) -> int:
-    """Count the levels of lists and objects, without recursion."""
-    depth, level = 0, [value] if isinstance(value, dict | list) else []
+    """Count the levels of lists and objects."""
+    return sum(1 for _ in _levels(value))
+
+
+def _all_containers(value: JsonValue) -> Iterator[list[JsonValue] | dict[str, JsonValue]]:
+    return chain.from_iterable(_levels(value))
+
+
+def _levels(value: JsonValue) -> Iterator[list[list[JsonValue] | dict[str, JsonValue]]]:
+    """Yield the lists and objects of each level, without recursion."""
+    level = [value] if isinstance(value, dict | list) else []
     while level:
-        depth += 1
-        level = [
-            inner
-            for outer in level
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-            if type(inner) is dict or type(inner) is list
-        ]
-    return depth
+        yield level
+        level = [inner for outer in level for inner in _members(outer) if type(inner) is dict or type(inner) is list]
+
+
+def _members(outer: list[JsonValue] | dict[str, JsonValue]) -> Iterable[JsonValue]:
+    return outer.values() if isinstance(outer, dict) else outer
 
 
 def without_half_pairs(raw: bytes) -> bytearray:

@@ -73,7 +73,7 @@ class Settings(BaseSettings):
     """The folder for the store, and for the record of the sandboxes' run folders; it must be on a local disk, unless
     `store.disk` says otherwise. Left out, `$XDG_STATE_HOME/rollout-service`, or `~/.local/state/rollout-service`."""
     max_body_bytes: int = Field(8 * 1024 * 1024, ge=1_024)
-    """The largest request body."""
+    """The largest body of a request with tasks, rollouts or weights; of any other request, at most 1 MiB."""
     http: HttpSettings = HttpSettings()
     environments: Paths = []
     """Environments to load: folders with an `environment.toml`, images that contain one, folders of tasks in

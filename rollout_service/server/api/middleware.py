@@ -36,6 +36,10 @@ PROBES = frozenset({"/health", "/ready"})
 PAGES = frozenset({"/openapi.json", "/docs", "/", "/dashboard"})
 """Open paths: the same for every user of this release, and a browser needs them before a key can be typed in."""
 FILES = ("/docs/", "/dashboard/")
+LARGE_BODIES = ("/v1/rollouts", "/v1/runs", "/v1/rescore", "/v1/weights", "/process")
+"""The paths, with all below them, whose bodies hold tasks, rollouts, or the names of all tensors of a model."""
+SMALL_BODY_BYTES = 1024 * 1024
+"""The largest body of all other paths: parsing one may hold up everything else for a tenth of a second."""
 
 
 class BearerAuthMiddleware:
@@ -134,6 +138,7 @@ class BodyLimitMiddleware:
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int, max_bytes_in_flight: int) -> None:
+        """`max_bytes` is for `LARGE_BODIES`; all others have `SMALL_BODY_BYTES`, if that is less."""
         self._app = app
         self._max_bytes = max_bytes
         self._bodies = BodiesInFlight(max_bytes_in_flight, max_bytes)
@@ -141,40 +146,43 @@ class BodyLimitMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope) if scope["type"] == "http" else Headers()
         announced = headers.get("content-length", "")
-        if announced.isdecimal() and int(announced) > self._max_bytes:
-            await problem_response(to_problem(self._error()))(scope, receive, send)
-        elif announced not in ("", "0") or "transfer-encoding" in headers:
-            with self._bodies.reading(headers.get(OWN_HEADER) or headers.get("authorization")) as held:
-                await self._app(scope, self._bounded(receive, held), send)
-        else:
+        if announced in ("", "0") and "transfer-encoding" not in headers:
             await self._app(scope, receive, send)
+            return
+        most = self._max_bytes if scope["path"].startswith(LARGE_BODIES) else min(self._max_bytes, SMALL_BODY_BYTES)
+        if announced.isdecimal() and int(announced) > most:
+            await problem_response(to_problem(_too_large(most)))(scope, receive, send)
+            return
+        with self._bodies.reading(headers.get(OWN_HEADER) or headers.get("authorization")) as held:
+            await self._app(scope, _bounded(receive, held, most), send)
 
-    def _bounded(self, receive: Receive, held: HeldBytes) -> Receive:
-        read = 0
 
-        async def receive_bounded() -> Message:
-            nonlocal read
-            message = await receive()
-            if message["type"] != "http.request":
-                return message
-            read += len(message.get("body", b""))
-            # FastAPI turns anything but its own exception into "there was an error parsing the body".
-            if read > self._max_bytes:
-                raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, str(self._error()))
-            try:
-                await held.grow_to(read)
-            except TooManyBytesError as error:
-                raise HTTPException(error.status) from error
-            if not message.get("more_body", False):
-                held.release()
+def _bounded(receive: Receive, held: HeldBytes, most: int) -> Receive:
+    read = 0
+
+    async def receive_bounded() -> Message:
+        nonlocal read
+        message = await receive()
+        if message["type"] != "http.request":
             return message
+        read += len(message.get("body", b""))
+        # FastAPI turns anything but its own exception into "there was an error parsing the body".
+        if read > most:
+            raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, str(_too_large(most)))
+        try:
+            await held.grow_to(read)
+        except TooManyBytesError as error:
+            raise HTTPException(error.status) from error
+        if not message.get("more_body", False):
+            held.release()
+        return message
 
-        return receive_bounded
+    return receive_bounded
 
-    def _error(self) -> TooLargeError:
-        return TooLargeError(
-            f"the body is larger than {self._max_bytes} bytes; send less at once, or raise the setting `max_body_bytes`"
-        )
+
+def _too_large(most: int) -> TooLargeError:
+    raised = "" if most == SMALL_BODY_BYTES else ", or raise the setting `max_body_bytes`"
+    return TooLargeError(f"the body is larger than {most} bytes; send less at once{raised}")
 
 
 class RequestMetricsMiddleware:

@@ -16,6 +16,7 @@ from rollout_service.base.errors import TooManyBytesError
 from rollout_service.http.problems import MAX_ERRORS
 from rollout_service.http.requests import BodiesInFlight, HeldBytes
 from rollout_service.server.api.app import create_app
+from rollout_service.server.api.middleware import SMALL_BODY_BYTES
 from rollout_service.server.api.routes.support.route import MAX_CONTAINERS, MAX_MEMBERS
 from rollout_service.server.api.routes.support.shared_answers import MAX_BUFFERED_CHUNKS, BufferedResponse
 from rollout_service.settings import load_settings
@@ -99,6 +100,24 @@ async def test_a_body_that_would_take_many_times_its_size_is_refused(values):
         headers = {"content-type": "application/json"}
         refused = await http.post("/v1/rollouts", content=body, headers=headers)
         assert (refused.status_code, refused.json()["code"]) == (413, "request_entity_too_large")
+
+
+@pytest.mark.parametrize(
+    ("path", "status"), [("/v1/rollouts", 422), ("/v1/runs/a/tasks", 422), ("/v1/pause", 413), ("/v1/sessions", 413)]
+)
+@pytest.mark.parametrize("is_announced", [True, False])
+async def test_only_tasks_rollouts_and_weights_may_take_megabytes(path, status, is_announced):
+    app = create_app(load_settings())
+    app.state.service = None  # which the body does not reach
+    body = json.dumps({"unknown": "x" * SMALL_BODY_BYTES}).encode()
+
+    async def in_pieces() -> AsyncIterator[bytes]:
+        yield body
+
+    headers = {"content-type": "application/json"}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
+        answer = await http.post(path, content=body if is_announced else in_pieces(), headers=headers)
+    assert answer.status_code == status
 
 
 @pytest.mark.parametrize(
