@@ -157,9 +157,11 @@ async def _submit(spec: JobSpec, jobs: Path, *, dry_run: bool, write_only: bool,
     from rollout_service.cluster.slurm import commands
     from rollout_service.cluster.slurm.folder import JobFolder, Submitted
     from rollout_service.cluster.slurm.limits import check_fits
+    from rollout_service.cluster.slurm.node import check_drain
     from rollout_service.cluster.slurm.spec import render
 
     folder = JobFolder(jobs / spec.name)
+    check_drain(spec, folder)
     script = render(spec, folder.path)
     if dry_run:
         common.print_line(script.rstrip())

@@ -14,16 +14,19 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 
 import anyio
 import structlog
 
 from rollout_client.client import ClientError, RolloutClient
+from rollout_service.base.errors import ConfigurationError
 from rollout_service.cluster.slurm.children import EndRequests, KeptProcess
 from rollout_service.cluster.slurm.folder import JobFolder, Published, joined_name, node_name, own_address
 from rollout_service.cluster.slurm.redis_server import redis_address, wait_for_redis
-from rollout_service.cluster.slurm.spec import JobSpec
+from rollout_service.cluster.slurm.spec import END_SECONDS, JobSpec
+from rollout_service.settings import PipelineSettings, load_settings
 
 log = structlog.get_logger(__name__)
 
@@ -105,7 +108,8 @@ class JobNode:
         )
 
     def _settings(self, redis_url: str | None) -> dict[str, str]:
-        settings = {"ROLLOUT_STORE__DISK": "network"}
+        drain = min(drain_seconds(self.spec, self.folder), self.spec.most_drain_seconds)
+        settings = {"ROLLOUT_STORE__DISK": "network", "ROLLOUT_PIPELINE__DRAIN_SECONDS": f"{drain:g}"}
         if self.spec.images_dir is not None:
             settings["ROLLOUT_IMAGES_DIR"] = str(self.spec.images_dir)
         if redis_url is not None:
@@ -138,6 +142,28 @@ class JobNode:
                 part = Published(name=self.name, url=url, job=job, node=node_name())
                 listed = url if self.folder.publish("nodes", part) else ""
             await anyio.sleep(LOOK_SECONDS)
+
+
+def drain_seconds(spec: JobSpec, folder: JobFolder) -> float:
+    """Return `pipeline.drain_seconds` of the settings that a job's services read.
+
+    Raises:
+        ConfigurationError: The settings are not valid.
+    """
+    return load_settings(spec.config, keys_file=folder.keys_file).pipeline.drain_seconds
+
+
+def check_drain(spec: JobSpec, folder: JobFolder) -> None:
+    """
+    Raises:
+        ConfigurationError: The settings say to drain for longer than the job has from its signal to its end.
+    """
+    seconds = drain_seconds(spec, folder)
+    if seconds > max(spec.most_drain_seconds, PipelineSettings().drain_seconds):
+        raise ConfigurationError(
+            f"pipeline.drain_seconds is {seconds:g}, and the job leaves {spec.most_drain_seconds:g} s for it",
+            hint=f"Pass --drain {ceil(seconds + END_SECONDS)}, or lower the setting.",
+        )
 
 
 async def serve_on_node(folder: JobFolder, slot: int) -> int:

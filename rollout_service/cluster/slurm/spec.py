@@ -21,6 +21,8 @@ from rollout_service.base.errors import ConfigurationError
 Word = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.,:=*/@%+-]{1,200}$")]
 """The value of one of Slurm's directives, such as a partition or a limit of time."""
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+END_SECONDS = 30.0
+"""How much of `signal_seconds` is kept for the ends of engines and of Redis, after the services have drained."""
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 
 
@@ -147,6 +149,11 @@ class JobSpec(BaseModel):
         """A service of one node keeps its state in the job's folder."""
         is_alone = self.resources.nodes == 1 and not self.joinable
         return not is_alone or self.redis_url is not None or self.join is not None
+
+    @property
+    def most_drain_seconds(self) -> float:
+        """The longest that its services can drain before Slurm ends them."""
+        return self.signal_seconds - min(END_SECONDS, self.signal_seconds / 2)
 
     @property
     def starts_a_redis(self) -> bool:

@@ -199,6 +199,25 @@ async def test_the_state_of_a_service_outlasts_its_job_and_its_node(tmp_path):
     assert states == [f"{tmp_path}/state/node-0", f"{tmp_path}/state/node-1", f"{tmp_path}/state/node-0"]
 
 
+@pytest.mark.parametrize(
+    ("signal_seconds", "setting", "drains"),
+    [(120, None, 10), (10, None, 5), (120, 60, 60), (90, 60, 60), (89, 60, None), (40, 12, 12)],
+)
+def test_services_drain_for_no_longer_than_their_job_has(tmp_path, signal_seconds, setting, drains):
+    """None for a job that is refused."""
+    config = tmp_path / "rollout.toml"
+    config.write_text("" if setting is None else f"[pipeline]\ndrain_seconds = {setting}\n")
+    spec = JobSpec(name="a", signal_seconds=signal_seconds, config=config)
+    submit = ["slurm", "submit", "--dry-run", "--drain", str(signal_seconds), "--config", str(config)]
+    said = CliRunner().invoke(app, [*submit, "--folder", str(tmp_path)])
+    assert (said.exit_code == 0) == (drains is not None), said.output
+    if drains is None:
+        assert "hint: Pass --drain 90" in said.output
+    else:
+        variables = flags_of(JobFolder(tmp_path), spec, "n1", 0, None).environment
+        assert float(variables["ROLLOUT_PIPELINE__DRAIN_SECONDS"]) == drains
+
+
 @pytest.mark.parametrize("folder", ["/my jobs/a", '/jobs #1/it\'s "a"', "/100%job/a"])
 def test_a_folder_may_have_any_name_that_sbatch_can_read(folder):
     script = render(JobSpec(name="a"), Path(folder))
