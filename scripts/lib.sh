@@ -206,12 +206,14 @@ venv_is_here() {
 ensure_venv() {
     venv_is_ready && return
     ensure_uv
-    venv_is_here || step "make .venv" "$uv" venv --quiet --clear --python "$python" "$venv"
+    { venv_is_here && [[ ! -e $venv/.unfinished ]]; } || step "make .venv" "$uv" venv --quiet --clear --python "$python" "$venv"
     rm -f "$venv/.installed"
+    touch "$venv/.unfinished" # an install that is cut off leaves packages of which uv cannot tell that they are not whole
     step "install the locked packages" "$uv" pip install --quiet --python "$venv/bin/python" --require-hashes \
         --requirement "$root/requirements.lock"
     step "install the project" install_editable "$venv" "$root/packaging/client" "$root"
     venv_fingerprint >"$venv/.installed"
+    rm "$venv/.unfinished"
 }
 
 # What the demo imports, compiled while the base image is built. Otherwise its first start would do that.
@@ -224,13 +226,15 @@ import rollout_service.engines.kinds.embedded.server'
 }
 
 # deploy/torch/torch.txt says why torch is not in a lock. Its requirements are installed first, so torch comes alone.
+# Whoever installs a package writes its INSTALLER last.
 trainer_is_ready() {
-    "$venv/bin/python" -c 'import importlib.util as find, sys; sys.exit(find.find_spec("torch") is None)'
+    "$venv/bin/python" -c 'import importlib.metadata as found; assert found.distribution("torch").read_text("INSTALLER")' 2>/dev/null
 }
 
 ensure_trainer() {
     trainer_is_ready && return
     ensure_uv
+    rm -rf "$venv"/lib/python*/site-packages/torch{,-*.dist-info} # of an install that was cut off
     step "install what torch requires" "$uv" pip install --quiet --python "$venv/bin/python" --require-hashes \
         --requirement "$root/deploy/torch/requirements.lock"
     step "install torch" "$uv" pip install --quiet --python "$venv/bin/python" \
@@ -249,13 +253,20 @@ environment_is_ready() {
     [[ -x $1/bin/python && -f $1/.installed && $(<"$1/.installed") == "$2" ]]
 }
 
+# begin_anew DIR: make an environment count as not installed. What an install left that was cut off goes first: uv takes a package
+# for installed of which only some files are there.
+begin_anew() {
+    [[ -e $1/.installed ]] || rm -rf "$1"/lib/python*/site-packages
+    rm -f "$1/.installed"
+}
+
 # make_environment DIR LOCK...: install locks without their dependencies, then torch. Torch comes last and alone, so its
 # index serves nothing else (except a GPU build's own libraries).
 make_environment() {
     local environment=$1
     shift
     ensure_uv
-    rm -f "$environment/.installed"
+    begin_anew "$environment"
     # With pip: vLLM lists its own packages when it is asked for its settings, and fails if it has neither pip nor uv.
     "$uv" venv --quiet --allow-existing --seed --python "$python" "$environment"
     "$uv" pip install --quiet --python "$environment/bin/python" --no-deps --require-hashes "${@/#/--requirement=}"

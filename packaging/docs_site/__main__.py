@@ -109,8 +109,16 @@ def build(output: Path, work: Path) -> None:
     )
     if done.returncode:
         raise SystemExit(f"{done.stdout}{done.stderr}the site could not be built")
+    put_in_place(work / "site", output.resolve())
+
+
+def put_in_place(site: Path, output: Path) -> None:
+    """Replace an earlier site; whatever cuts this off, there is a whole site or none."""
+    draft = output.with_name(f"{output.name}.draft")
+    shutil.rmtree(draft, ignore_errors=True)
+    shutil.copytree(site, draft)
     shutil.rmtree(output, ignore_errors=True)
-    shutil.copytree(work / "site", output)
+    draft.rename(output)
 
 
 def serve(folder: Path, port: int) -> None:

@@ -1,7 +1,9 @@
 """The pages, their site and the examples in them agree with the code."""
 
 import ast
+import errno
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from docs_site.__main__ import build
+from docs_site.__main__ import build, put_in_place
 from docs_site.navigation import make_navigation
 from docs_site.pages import stage_pages
 
@@ -297,3 +299,23 @@ def test_every_key_is_in_the_table():
     for field in ("limits", "sandbox"):
         for key in Declaration.model_fields[field].annotation.model_fields:
             assert key in REFERENCE, key
+
+
+def test_a_site_whose_build_is_cut_off_does_not_stand_in_the_way_of_the_next(tmp_path, monkeypatch):
+    made, output, copy = tmp_path / "made", tmp_path / "site", shutil.copytree
+    (made / "objects.inv").parent.mkdir()
+    (made / "objects.inv").touch()
+    put_in_place(made, output)
+
+    def cut_off(source: Path, target: Path) -> None:
+        target.mkdir()
+        (target / "404.html").touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copytree", cut_off)
+    with pytest.raises(OSError, match="No space"):
+        put_in_place(made, output)
+    assert [path.name for path in output.iterdir()] == ["objects.inv"]
+    monkeypatch.setattr(shutil, "copytree", copy)
+    put_in_place(made, output)
+    assert sorted(tmp_path.iterdir()) == [made, output]

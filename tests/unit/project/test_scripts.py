@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
+import venv
 from pathlib import Path
 
 import pytest
@@ -137,19 +138,49 @@ def test_an_install_that_fails_on_the_way_fails_and_begins_anew(tmp_path, part):
 
 
 @pytest.mark.parametrize(
-    ("activate", "python", "is_made"),
-    [("{venv}", sys.executable, False), ("/another/.venv", sys.executable, True), ("{venv}", "/gone/python", True)],
-    ids=["here", "copied", "without-python"],
+    ("activate", "python", "was_cut_off", "is_made"),
+    [
+        ("{venv}", sys.executable, False, False),
+        ("/another/.venv", sys.executable, False, True),
+        ("{venv}", "/gone/python", False, True),
+        ("{venv}", sys.executable, True, True),
+    ],
+    ids=["here", "copied", "without-python", "unfinished"],
 )
-def test_an_environment_that_was_copied_or_has_lost_its_python_is_made_anew(tmp_path, activate, python, is_made):
+def test_an_environment_that_is_not_whole_is_made_anew(tmp_path, activate, python, was_cut_off, is_made):
     venv = tmp_path / "of me" / ".venv"
     (venv / "bin").mkdir(parents=True)
     (venv / "bin" / "python").symlink_to(python)
     (venv / "bin" / "activate").write_text(f"VIRTUAL_ENV='{activate.format(venv=venv)}'\n")
-    uv = write_script(tmp_path / "uv", f'echo "$1 $3" >>{tmp_path}/log\n')
-    result = bash(f"venv='{venv}'; ensure_uv() {{ uv={uv} python=python3; }}; ensure_venv", tmp_path)
+    uv = write_script(tmp_path / "uv", f'echo "$1 $3" >>{tmp_path}/log; [ -z "$FULL" ] || [ "$1" != pip ]\n')
+    code = f"venv='{venv}'; ensure_uv() {{ uv={uv} python=python3; }}; ensure_venv"
+    if was_cut_off:
+        assert bash(code, tmp_path, FULL="yes").returncode == 1
+        (tmp_path / "log").unlink()
+    result = bash(code, tmp_path)
     assert result.returncode == 0, result.stderr
     assert ("venv --clear" in (tmp_path / "log").read_text()) == is_made
+    (tmp_path / "log").unlink()
+    (venv / ".installed").unlink()  # as when the locks have changed
+    assert bash(code, tmp_path).returncode == 0
+    assert ("venv --clear" in (tmp_path / "log").read_text()) == (is_made and not was_cut_off)
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_packages_of_an_install_that_was_cut_off_are_not_taken_for_whole(tmp_path, is_whole):
+    venv.create(tmp_path / "venv", symlinks=True)
+    [packages] = (tmp_path / "venv").glob("lib/python*/site-packages")
+    (packages / "torch").mkdir()
+    about = packages / "torch-2.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Name: torch\nVersion: 2.0\n")
+    if is_whole:
+        (about / "INSTALLER").write_text("uv\n")
+        (tmp_path / "venv" / ".installed").touch()
+    code = "venv=$cache/venv; ! trainer_is_ready || echo ready; begin_anew $venv"
+    assert bash(code, tmp_path).stdout == ("ready\n" if is_whole else "")
+    assert about.exists() == is_whole
+    assert not (tmp_path / "venv" / ".installed").exists()
 
 
 def test_a_service_without_a_home_finds_the_images_of_its_user(tmp_path):
