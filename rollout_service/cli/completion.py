@@ -12,9 +12,10 @@ from typing import Any
 
 import typer
 
+from rollout_service.cli.common import DEFAULT_URL
+
 SECONDS = 0.5
 MOST = 200
-_URL = "http://127.0.0.1:8080"
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@/-]*")
 _MAX_BYTES = 4 << 20
 
@@ -59,7 +60,7 @@ def _ask(ctx: typer.Context, path: str) -> Any:
     from urllib.request import ProxyHandler, Request, build_opener
 
     try:
-        url = str(ctx.params.get("url") or os.environ.get("ROLLOUT_URL") or _URL).rstrip("/")
+        url = str(ctx.params.get("url") or os.environ.get("ROLLOUT_URL") or DEFAULT_URL).rstrip("/")
         key = ctx.params.get("key") or os.environ.get("ROLLOUT_KEY")
         if not url.startswith(("http://", "https://")):
             return None

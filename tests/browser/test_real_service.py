@@ -8,7 +8,6 @@ import httpx
 import pytest
 from playwright.async_api import Locator, Page, expect
 
-from tests.support.browser.prefix_proxy import prefix_proxy
 from tests.support.browser.watched_page import watched_page
 from tests.support.processes.service import Running, eventually, scripted_engine, service
 
@@ -165,11 +164,3 @@ async def test_a_rollout_is_saved_and_looked_at_from_the_file(page, browser, ser
         await expect(saved.locator(".t.m").first).to_be_visible()
         await saved.get_by_role("tab", name="Sub-agents").click()
         await expect(saved.locator(".trajectory")).to_contain_text("started no sub-agents")
-
-
-async def test_a_proxy_that_takes_its_prefix_away_needs_no_setting(page, server):
-    with prefix_proxy(server.url, "/proxy/8080", strip=True) as url:
-        await page.goto(f"{url}#/nodes")
-        await expect(page.get_by_text("Live", exact=True)).to_be_visible()
-        await expect(page.get_by_label("Workers of init")).to_be_visible()
-        await page.goto("about:blank")  # its stream must end before the proxy does

@@ -103,15 +103,6 @@ def test_a_demo_of_several_nodes_says_how_to_get_a_redis(tmp_path):
 
 @pytest.mark.extended("rollout_service/cli/demo/")
 @pytest.mark.apptainer
-def test_the_base_policy_gives_groups_with_something_to_learn(tmp_path):
-    figures, rollouts, _ = demo(tmp_path, "--rollouts", "32", "--policy", "calc-base")
-    assert figures["failed"] == 0
-    assert 0.1 <= figures["success_rate"] <= 0.9
-    assert {rollout.reward for rollout in rollouts} == {0.0, 1.0}
-
-
-@pytest.mark.extended("rollout_service/cli/demo/")
-@pytest.mark.apptainer
 @pytest.mark.sglang
 @pytest.mark.xdist_group("sglang")  # one SGLang at a time: its scheduler spins on a core
 @pytest.mark.timeout(400)

@@ -29,7 +29,7 @@ log = structlog.get_logger(__name__)
 FIRST_PAUSE_SECONDS = 1.0
 LONGEST_PAUSE_SECONDS = 30.0
 TERM_SECONDS = 10.0
-"""How long a child that kept running may take after SIGTERM before it is killed."""
+"""How long a child that the end of its input did not end may take after SIGTERM before it is killed."""
 SETTLED_SECONDS = 60.0
 """A child that ran this long is started again at once."""
 ENDED_BY_SLURM = 75
@@ -109,17 +109,16 @@ class KeptProcess:
         await self._end(process)
 
     async def _end(self, process: Process) -> None:
-        """Ask, wait, terminate, wait, kill; shielded and idempotent."""
+        """Ask, wait, kill; shielded and idempotent. SIGTERM asks, or follows the end of the input."""
         with anyio.CancelScope(shield=True):
+            seconds = self.grace_seconds
             if process.stdin is not None:
                 await process.stdin.aclose()
-                await _wait(process, self.grace_seconds)
-            elif process.returncode is None:
-                process.terminate()
-                await _wait(process, self.grace_seconds)
+                await _wait(process, seconds)
+                seconds = TERM_SECONDS
             if process.returncode is None:
                 process.terminate()
-                await _wait(process, TERM_SECONDS)
+                await _wait(process, seconds)
             if process.returncode is None:
                 process.kill()
             await process.wait()

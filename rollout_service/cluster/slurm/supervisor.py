@@ -28,7 +28,6 @@ from rollout_service.cluster.slurm.children import ENDED_BY_SLURM, ENGINE_GIVEN_
 from rollout_service.cluster.slurm.folder import JobFolder, Submitted, node_name
 from rollout_service.cluster.slurm.redis_server import redis_child, wait_for_files
 from rollout_service.cluster.slurm.spec import JobSpec
-from sandboxes.host.children import start_process
 
 log = structlog.get_logger(__name__)
 
@@ -235,21 +234,12 @@ class Supervisor:
         """Run the trainer once a node is ready, and end the job with it."""
         url = await self._ready_address()
         environment = {**os.environ, "ROLLOUT_URL": url, "ROLLOUT_KEY": self.folder.key}
-        with self.folder.log("trainer").open("ab") as output:
-            process = await start_process(self.spec.trainer, stdout=output, stderr=subprocess.STDOUT, env=environment)
-        try:
-            self.exit_code = await process.wait()
-            log.info("trainer ended", exit_code=self.exit_code)
-            self._stop(requeue=False)
-        finally:
-            with anyio.CancelScope(shield=True):
-                if process.returncode is None:
-                    process.terminate()
-                    with anyio.move_on_after(TRAINER_SECONDS):
-                        await process.wait()
-                if process.returncode is None:
-                    process.kill()
-                await process.wait()
+        log_file = self.folder.log("trainer")
+        self.exit_code = await KeptProcess(
+            "trainer", self.spec.trainer, log_file, TRAINER_SECONDS, environment
+        ).run_once()
+        log.info("trainer ended", exit_code=self.exit_code)
+        self._stop(requeue=False)
 
     async def _ready_address(self) -> str:
         while True:

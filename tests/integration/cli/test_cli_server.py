@@ -107,14 +107,6 @@ def test_submit_gives_a_result_for_every_good_line_and_resumes(server, tmp_path)
     assert {rollout.rollout_id for rollout in results(output)} == {rollout.rollout_id for rollout in found}
 
 
-def test_submit_takes_plain_instances(server, tmp_path):
-    file, output = tmp_path / "instances.jsonl", tmp_path / "out.jsonl"
-    file.write_text('{"question": "What is 20+22?", "answer": 42}\n')
-    result = invoke("submit", str(file), "-o", str(output), "--environment", "calc", url=server.url)
-    assert result.exit_code == 0, result.stderr
-    assert results(output)[0].task.instance["answer"] == 42
-
-
 def test_submit_reads_a_pipe_once_and_resumes_from_another(server, tmp_path):
     file, output = tasks(tmp_path / "tasks.jsonl", 2), tmp_path / "out.jsonl"
     submit = f"submit -o {output} --json --url {server.url}"

@@ -296,9 +296,7 @@ def test_a_part_also_ends_when_slurm_signals_its_step(number):
         assert b"drained" in process.stdout.read()
 
 
-async def test_a_tunnel_leads_to_the_node_that_answers(tmp_path):
-    folder = JobFolder(tmp_path / "job")
-    folder.create()
+async def test_a_tunnel_leads_to_the_node_that_answers(folder):
     async with await anyio.create_tcp_listener(local_host="127.0.0.1") as dead:
         gone = dead.extra(anyio.abc.SocketAttribute.local_port)
     listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
@@ -333,9 +331,7 @@ def reset(stream: anyio.abc.SocketStream) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("anyio_backend", [("asyncio", {"use_uvloop": True}), ("asyncio", {})], ids=str)
 @pytest.mark.parametrize("broken", ["client", "node", "both"])
-async def test_a_tunnel_outlives_connections_that_break(tmp_path, broken):
-    folder = JobFolder(tmp_path / "job")
-    folder.create()
+async def test_a_tunnel_outlives_connections_that_break(folder, broken):
     resets = True
 
     async def answer(stream: anyio.abc.SocketStream) -> None:
@@ -376,9 +372,7 @@ async def test_a_tunnel_refuses_a_port_that_is_taken(tmp_path):
             await relay(JobFolder(tmp_path), port)
 
 
-def test_a_folder_is_private_and_keeps_its_key(tmp_path):
-    folder = JobFolder(tmp_path / "job")
-    folder.create()
+def test_a_folder_is_private_and_keeps_its_key(folder):
     key = folder.key
     folder.create()
     assert folder.key == key
@@ -402,7 +396,7 @@ async def test_a_trainer_that_does_not_end_keeps_no_job_from_the_queue(tmp_path,
         tasks.cancel_scope.cancel()
 
 
-async def test_an_engine_that_the_service_refuses_keeps_no_other_from_it(tmp_path):
+async def test_an_engine_that_the_service_refuses_keeps_no_other_from_it(folder):
     asked = []
 
     async def answer(request: web.Request) -> web.Response:
@@ -411,8 +405,6 @@ async def test_an_engine_that_the_service_refuses_keeps_no_other_from_it(tmp_pat
         asked.append((await request.json())["url"].rstrip("/"))
         return web.json_response({"status": 502, "code": "backend_unreachable", "title": "gone"}, status=502)
 
-    folder = JobFolder(tmp_path)
-    folder.create()
     urls = [f"http://n{number}:30000" for number in (1, 2)]
     for number, url in enumerate(urls):
         folder.publish("engines", Published(name=str(number), url=url))

@@ -156,9 +156,7 @@ async def test_a_folder_that_fails_for_a_moment_ends_no_node(tmp_path, monkeypat
     ("known", "state", "refused"),
     [("6", "RUNNING", True), ("6", "UNKNOWN", False), ("7", "RUNNING", False), ("5_2", "RUNNING", False)],
 )
-async def test_two_jobs_never_work_in_one_folder(tmp_path, monkeypatch, known, state, refused):
-    folder = JobFolder(tmp_path)
-    folder.create()
+async def test_two_jobs_never_work_in_one_folder(folder, monkeypatch, known, state, refused):
     folder.save(Submitted(job=known, spec=JobSpec(name="job")))
     part = Published(name="n6", url="http://n6:1", job="6")
     folder.publish("nodes", part)

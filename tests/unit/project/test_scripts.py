@@ -32,28 +32,16 @@ def bash(code: str, folder: Path, **environ: str) -> subprocess.CompletedProcess
     )
 
 
+IMPORTING = {"train", "live-demo"}
+"""Those whose help has every flag of a program that imports torch."""
+
+
 @pytest.mark.parametrize(
     "name",
     [
-        "demo",
-        "test",
-        pytest.param("train", marks=pytest.mark.torch),  # every flag of the trainer, which imports it
-        pytest.param("live-demo", marks=pytest.mark.torch),
-        "docs",
-        "lock",
-        "screenshots",
-        "install-apptainer",
-        "install-harbor",
-        "install-lightning",
-        "install-prometheus",
-        "install-redis",
-        "install-sandbox-peers",
-        "install-sglang",
-        "install-routers",
-        "install-trainers",
-        "install-vllm",
-        "install-slurm",
-        "vendor",
+        pytest.param(path.name, marks=[pytest.mark.torch] if path.name in IMPORTING else [])
+        for path in sorted(SCRIPTS.iterdir())
+        if path.is_file() and os.access(path, os.X_OK)
     ],
 )
 def test_every_script_has_help(name):
@@ -67,17 +55,6 @@ def test_every_module_that_a_script_names_is_there():
     named = {name for text in texts for name in re.findall(pattern, text)}
     assert len(named) > 3
     assert [name for name in sorted(named) if importlib.util.find_spec(name) is None] == []
-
-
-def test_the_second_tier_adds_what_takes_long_to_install():
-    first, both = (
-        subprocess.run([SCRIPTS / "test", "--dry-run", *flags], capture_output=True, text=True, check=True)
-        for flags in ([], ["--all"])
-    )
-    assert "base_image" in first.stdout.split()
-    assert "vllm" not in first.stdout.split()
-    assert both.stdout.startswith(first.stdout)
-    assert "vllm" in both.stdout.split()
 
 
 def test_the_markers_of_the_chosen_tests_decide_what_is_installed():
