@@ -33,7 +33,6 @@ from rollout_service.server.api.middleware import (
 )
 from rollout_service.server.api.routes import (
     backends,
-    canaries,
     environments,
     events,
     hangs,
@@ -65,7 +64,6 @@ MODULES = (
     events,
     hangs,
     prorl,
-    canaries,
     sessions,
     overview,
     trajectories,

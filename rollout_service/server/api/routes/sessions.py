@@ -1,7 +1,11 @@
-"""Routes that open, list, end, judge and delete live sessions; the calls of their agents go to an app of their own."""
+"""Routes that open, list, end, judge and delete live sessions, and try a candidate's weights on a share of new ones.
+
+The calls of their agents go to an app of their own.
+"""
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from typing import Annotated
 from urllib.parse import quote
 
@@ -9,15 +13,17 @@ from fastapi import APIRouter, Path, Query, Request
 
 from api_schemas.base import Name
 from api_schemas.sessions import (
+    Canary,
     DeletedSessions,
     FeedbackAnswer,
+    FeedbackByVersion,
     LiveSession,
     OpenedSession,
     SessionFeedback,
     SessionPage,
     SessionRequest,
 )
-from rollout_service.base.errors import ConflictError, NotFoundError
+from rollout_service.base.errors import ConflictError, InvalidFieldError, NotFoundError
 from rollout_service.engines.errors import NoBackendError
 from rollout_service.live.register import RateLimitedError
 from rollout_service.server.api.routes.support.route import ServiceDep, StrictRoute, raises
@@ -70,6 +76,43 @@ async def delete_sessions(
     The answer lists the parts that a trainer had leased before.
     """
     return await service.live.sessions.delete(user=user, tenant=tenant)
+
+
+@router.get("/sessions/canary")
+async def list_canaries(service: ServiceDep) -> list[Canary]:
+    """List the canaries of this node by pool."""
+    return list(service.live.canaries.list())
+
+
+@router.put("/sessions/canary", responses=raises(InvalidFieldError, NoBackendError))
+async def set_canary(service: ServiceDep, canary: Canary) -> Canary:
+    """Send a share of a pool's new sessions to the pool that serves a candidate for its weights.
+
+    Each session stays where it began. Setting another share replaces the one before. While no engine serves the
+    candidate, all new sessions go to the pool itself. Needs the role `admin`.
+    """
+    for pool in (canary.pool, canary.candidate):
+        service.serving.check(pool)
+    await service.live.canaries.set(canary)
+    return canary
+
+
+@router.delete("/sessions/canary", status_code=HTTPStatus.NO_CONTENT)
+async def remove_canary(
+    service: ServiceDep,
+    pool: Annotated[Name, Query(description="The pool that sessions ask for.")] = "policy",
+) -> None:
+    """Send all new sessions of a pool to itself again. Open ones stay where they began. Idempotent.
+
+    Needs the role `admin`.
+    """
+    await service.live.canaries.remove(pool)
+
+
+@router.get("/sessions/feedback")
+async def get_feedback(service: ServiceDep) -> list[FeedbackByVersion]:
+    """Read how turns were judged, by the pool and the version that sampled them; removed sessions are included."""
+    return list(await service.live.store.feedback())
 
 
 @router.post("/sessions/{session_id:path}/end", responses=raises(NotFoundError))
