@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -23,12 +24,17 @@ _LEVEL = 3
 
 
 @contextmanager
-def written(output: Path) -> Iterator[Write]:
-    """Yield the function that writes pieces of the file; move it to its place if the block succeeds."""
+def written(output: Path, *, hint: str = "Name another file with --output.") -> Iterator[Write]:
+    """Yield the function that writes pieces of the file; move it to its place if the block succeeds.
+
+    A file that is replaced leaves its permissions to the new one.
+    """
     part = output.with_name(f".{output.name}.part")
     try:
         try:
             with part.open("wb") as file:
+                if output.exists():
+                    shutil.copymode(output, part)
                 if output.suffix == ".gz":
                     yield from _compressed(file)
                 else:
@@ -37,7 +43,7 @@ def written(output: Path) -> Iterator[Write]:
         finally:
             part.unlink(missing_ok=True)
     except OSError as error:
-        raise CommandError(f"{output} cannot be written: {error}", hint="Name another file with --output.") from error
+        raise CommandError(f"{output} cannot be written: {error}", hint=hint) from error
 
 
 def _compressed(file: IO[bytes]) -> Iterator[Write]:

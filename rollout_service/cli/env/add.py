@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 from rollout_service.cli.common import CommandError
+from rollout_service.cli.files import written
 
 KEY = "environments"
 _TABLE = re.compile(r"^\s*\[", re.MULTILINE)
@@ -31,10 +32,8 @@ def add_to_settings(file: Path, path: Path) -> bool:
         raise CommandError(
             f"{file}: its list of {KEY} cannot be changed safely", hint=f"Add {json.dumps(str(path))} to it."
         )
-    try:
-        file.write_text(changed, encoding="utf-8")
-    except OSError as error:
-        raise CommandError(f"{file} cannot be written: {error}") from error
+    with written(file.resolve(), hint="Free space, or name another file with --config.") as write:
+        write(changed.encode())
     return True
 
 

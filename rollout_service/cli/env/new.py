@@ -33,14 +33,14 @@ def make_environment(name: str, folder: Path, template: str = DEFAULT) -> Path:
     target = folder / name
     try:
         shutil.copytree(TEMPLATES / template, target, ignore=shutil.ignore_patterns("__pycache__"))
+        for path in (file for file in target.rglob("*") if file.is_file()):
+            path.write_text(path.read_text().replace(PLACEHOLDER, name))
     except FileExistsError as error:
         raise CommandError(
             f"{target} already exists", hint="Choose another name, or another folder with --folder."
         ) from error
-    except OSError as error:
-        raise CommandError(
-            f"cannot create {target}: {error.strerror}", hint="Choose another folder with --folder."
-        ) from error
-    for path in (file for file in target.rglob("*") if file.is_file()):
-        path.write_text(path.read_text().replace(PLACEHOLDER, name))
+    except OSError as error:  # one of `copytree` has a text for each file
+        shutil.rmtree(target, ignore_errors=True)
+        why = error.strerror or f"{len(error.args[0])} files cannot be copied"
+        raise CommandError(f"cannot create {target}: {why}", hint="Choose another folder with --folder.") from error
     return target

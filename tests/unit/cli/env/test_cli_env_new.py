@@ -1,9 +1,11 @@
 """`env new` creates an environment that is valid as it is."""
 
 import json
+import resource
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -126,6 +128,35 @@ def test_a_file_that_cannot_be_changed_safely_is_left_alone(tmp_path, text):
     with pytest.raises(CommandError):
         add_to_settings(file, Path("/new"))
     assert file.read_text() == text
+
+
+@pytest.fixture
+def full_disk() -> Iterator[None]:
+    """Let no file grow beyond a few bytes, as on a disk without room."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_settings_without_room_for_one_more_environment_stay_as_they_were(tmp_path, request):
+    file, link = tmp_path / "mine.toml", tmp_path / "rollout.toml"
+    file.write_text('keys = ["a-key-of-enough-characters"]\n')
+    file.chmod(0o600)
+    link.symlink_to(file)
+    assert add_to_settings(link, Path("/first"))
+    before = file.read_text()
+    request.getfixturevalue("full_disk")
+    with pytest.raises(CommandError, match="cannot be written"):
+        add_to_settings(link, Path("/second"))
+    assert (file.read_text(), sorted(tmp_path.iterdir())) == (before, [file, link])
+    assert (link.is_symlink(), file.stat().st_mode & 0o777) == (True, 0o600), "others may not read the keys"
+
+
+def test_a_new_environment_without_room_leaves_nothing_behind(tmp_path, full_disk):
+    with pytest.raises(CommandError, match="cannot create"):
+        make_environment("mine", tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_command_checks_the_environment_first(tmp_path):
