@@ -17,6 +17,7 @@ from rich.text import Text
 from rollout_service.base.errors import ConfigurationError, InvalidFieldError, ServiceError
 from rollout_service.cli.common import CommandError, count, err
 from rollout_service.cli.console import SafeConsole, id_column, table
+from rollout_service.cli.files import written
 from rollout_service.cli.image.tables import unpacked_images
 from rollout_service.environments.contract import Environment, EnvironmentSpec, EvaluateIn
 from rollout_service.environments.dataset_files import SPLIT, count_splits, get_split
@@ -225,7 +226,8 @@ def with_solutions(
     tried = anyio.run(try_all)
     if good is not None:
         lines = [json.dumps(one.instance) + "\n" for one in tried if not one.problems]
-        good.write_text("".join(lines), encoding="utf-8")
+        with written(good, hint="Name another file with --good.") as write:
+            write("".join(lines).encode())
         err().print(f"{count(len(lines), 'good task')} in {good}", soft_wrap=True)
     problems = [f"{instance_name(one.instance)}: {problem}" for one in tried for problem in one.problems]
     return replace(report, findings=[*report.findings, *problems], tried=tried)

@@ -174,8 +174,14 @@ async def _submit(spec: JobSpec, jobs: Path, *, dry_run: bool, write_only: bool,
         check_fits(spec, await commands.partition_nodes())
     folder.create(None if spec.join is None else JobFolder(spec.join).key)
     file = folder.path / "job.sh"
-    file.write_text(script)
-    folder.save(Submitted(job="", spec=spec))
+    try:
+        file.write_text(script)
+        folder.save(Submitted(job="", spec=spec))
+    except OSError as error:
+        raise common.CommandError(
+            f"the job's folder {folder.path} cannot be written: {error.strerror}",
+            hint="Free space, or choose another folder on the shared file system with --folder.",
+        ) from error
     if write_only:
         common.print_line(f"wrote {file}; submit it with sbatch, or run its last line within a job")
         return

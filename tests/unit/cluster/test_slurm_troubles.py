@@ -2,6 +2,7 @@
 
 import errno
 import shutil
+from pathlib import Path
 
 import anyio
 import pytest
@@ -207,6 +208,19 @@ async def test_a_folder_that_fails_for_a_moment_ends_no_job(tmp_path, monkeypatc
             await failed.wait()
             await until((folder.path / "engines.registered").exists)
             tasks.cancel_scope.cancel()
+
+
+def test_a_job_is_not_submitted_from_a_folder_without_room(tmp_path, monkeypatch):
+    JobFolder(tmp_path / "job").create()
+
+    def write(path, text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", write)
+    submit = ["slurm", "submit", "--write-only", "--name", "job", "--folder", str(tmp_path)]
+    said = CliRunner().invoke(app, submit)
+    assert (said.exit_code, isinstance(said.exception, SystemExit)) == (1, True), said.exception
+    assert "cannot be written: No space left on device" in said.output
 
 
 async def test_a_tunnel_goes_on_while_the_folder_cannot_be_read(tmp_path, monkeypatch):
