@@ -93,7 +93,7 @@ async def test_a_hidden_tab_gives_its_connection_back(page, fake):
 @pytest.mark.parametrize("prefix", ["/proxy/8080", "/rnode/host-1.cluster/8080", "/a b/ü"])
 async def test_the_page_works_below_any_prefix(page, fake, prefix):
     fake.answer("GET /v1/node", canned.concurrency())
-    with prefix_proxy(fake.url, prefix, strip=True) as url:
+    with prefix_proxy(fake.url, prefix) as url:
         await page.goto(url + "#/nodes")
         await expect(page.get_by_role("status")).to_have_text("Live")
         await expect(page.get_by_label("Workers of rollout")).to_have_value("64")

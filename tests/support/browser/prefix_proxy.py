@@ -17,14 +17,14 @@ METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"]
 
 
 @contextmanager
-def prefix_proxy(target: str, prefix: str, *, strip: bool) -> Iterator[str]:
-    """Serve `target` below a prefix, which the proxy takes away or passes on; yield the address of the page.
+def prefix_proxy(target: str, prefix: str) -> Iterator[str]:
+    """Serve `target` below a prefix, which the proxy takes away; yield the address of the page.
 
     Nothing is served outside the prefix, so a page that asks for an absolute path fails.
     """
 
     async def forward(request: Request) -> Response:
-        path = request.url.path.removeprefix(prefix) if strip else request.url.path
+        path = request.url.path.removeprefix(prefix)
         headers = [(name, value) for name, value in request.headers.items() if name not in HOP_BY_HOP]
         opened = httpx.AsyncClient(base_url=target, timeout=None)
         sent = opened.build_request(
