@@ -19,8 +19,8 @@ class HttpSettings(Section):
     body_seconds: float = Field(30.0, gt=0)
     """How long a peer may take to send a body; every 16 KiB received extend it by a second."""
     max_bytes_in_flight: int = Field(256 * 1024 * 1024, ge=1_024)
-    """The most bytes of bodies that are received at once; of one key at most as many as are left for all others. A body
-    waits for room for up to 10 s, and then gets a 429."""
+    """The most bytes of bodies that are received or parsed at once; of one key at most as many as are left for all
+    others. A body waits for room for up to 10 s, and then gets a 429."""
     keep_alive_seconds: int = Field(20, ge=1)
     """How long a connection may be idle between two requests."""
     write_seconds: float = Field(120.0, gt=0)

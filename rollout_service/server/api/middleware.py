@@ -30,6 +30,7 @@ from rollout_service.http.problems import problem_response, to_problem
 from rollout_service.http.requests import BodiesInFlight, HeldBytes
 from rollout_service.live.serving.app import MAY_USE_ALL, is_session_call
 from rollout_service.observability.telemetry.metrics import Metrics
+from rollout_service.server.api.routes.support.route import BODY_IS_PARSED
 
 OWN_HEADER = "x-rollout-key"
 PROBES = frozenset({"/health", "/ready"})
@@ -134,7 +135,7 @@ def _is_json(headers: Headers) -> bool:
 class BodyLimitMiddleware:
     """Refuses bodies over a limit: at once if their length is announced, otherwise while they are read.
 
-    Bodies that are received at once also share a limit, and wait for each other.
+    Bodies that are received or parsed at once also share a limit, and wait for each other.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int, max_bytes_in_flight: int) -> None:
@@ -154,6 +155,7 @@ class BodyLimitMiddleware:
             await problem_response(to_problem(_too_large(most)))(scope, receive, send)
             return
         with self._bodies.reading(headers.get(OWN_HEADER) or headers.get("authorization")) as held:
+            scope.setdefault("state", {})[BODY_IS_PARSED] = held.release
             await self._app(scope, _bounded(receive, held, most), send)
 
 
@@ -173,8 +175,6 @@ def _bounded(receive: Receive, held: HeldBytes, most: int) -> Receive:
             await held.grow_to(read)
         except TooManyBytesError as error:
             raise HTTPException(error.status) from error
-        if not message.get("more_body", False):
-            held.release()
         return message
 
     return receive_bounded

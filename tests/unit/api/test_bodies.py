@@ -2,6 +2,7 @@
 
 import json
 import logging
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import anyio
@@ -86,6 +87,34 @@ async def test_a_body_of_the_api_is_told_to_come_back(monkeypatch):
             assert refused.json()["retryable"]
             tasks.cancel_scope.cancel()
         assert (await http.post("/v1/rollouts", content=b" " * 1_000, headers=headers)).status_code == 400
+
+
+async def test_a_body_that_waits_to_be_parsed_still_takes_its_room(monkeypatch):
+    monkeypatch.setattr("rollout_service.http.requests.WAIT_SECONDS", 0)
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def parse(body: bytes) -> None:
+        begun.set()
+        goes_on.wait(60)
+        raise ValueError("enough")
+
+    monkeypatch.setattr("rollout_service.server.api.routes.support.route._parse_large", parse)
+    app = create_app(load_settings(max_body_bytes=100_000, http={"max_bytes_in_flight": 200_000}))
+    answers: list[int] = []
+
+    async def post() -> None:
+        headers = {"content-type": "application/json"}
+        answers.append((await http.post("/v1/rollouts", content=b" " * 70_000, headers=headers)).status_code)
+
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(post)
+            await until(begun.is_set)
+            monkeypatch.setattr("rollout_service.server.api.routes.support.route._parse_large", json.loads)
+            await post()
+            goes_on.set()
+        await post()
+    assert answers == [429, 400, 400]
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,8 @@ MAX_CONTAINERS = 250_000
 """The most lists and objects in a body; each takes up to a hundred times its two brackets."""
 MAX_MEMBERS = 50_000
 """The most members of an object in a body: of those that are unknown, each is an error."""
+BODY_IS_PARSED = "body_is_parsed"
+"""In the scope's state: called once a body takes no memory any more beside its values."""
 PROBLEM_SCHEMA = "#/components/schemas/Problem"
 BINARY = {"type": "string", "format": "binary"}
 
@@ -78,6 +80,12 @@ def trace_of(request: Request) -> TraceContext | None:
 
 class StrictRequest(Request):
     async def json(self) -> JsonValue:
+        try:
+            return await self._parsed()
+        finally:
+            self.scope.get("state", {}).get(BODY_IS_PARSED, lambda: None)()
+
+    async def _parsed(self) -> JsonValue:
         body = await self.body()
         try:
             if len(body) <= INLINE_BYTES:
