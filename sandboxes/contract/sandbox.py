@@ -259,7 +259,7 @@ class Sandbox(ABC):
         Raises:
             EditMatchError: `old` does not occur, or occurs more than once.
             FileMissingError: There is no such file.
-            FileTooLargeError: The file is larger than `DEFAULT_FILE_LIMIT`.
+            FileTooLargeError: The file is, or would be, larger than `DEFAULT_FILE_LIMIT`.
             SandboxFileError: The file is not UTF-8 text, or cannot be read or written.
         """
 

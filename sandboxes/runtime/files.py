@@ -201,6 +201,9 @@ def _edit(path: str, content: bytes, old: str, new: str, replace_all: bool) -> t
         raise EditMatchError(f"{path}: the text to replace is not in the file", count=0, hint="read the file first")
     if count > 1 and not replace_all:
         raise EditMatchError(f"{path}: the text to replace occurs {count} times", count=count)
+    size = len(content) + count * (len(new.encode()) - len(old.encode()))
+    if size > DEFAULT_FILE_LIMIT:
+        raise FileTooLargeError(f"{path}: the edited file would have {size} bytes", hint="replace less, or by less")
     return count, text.replace(old, new).encode()
 
 

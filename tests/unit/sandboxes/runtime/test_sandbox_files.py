@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from sandboxes import FileEntry, LocalConfig, SandboxSpec, make_provider
-from sandboxes.errors import SandboxFileError
+from sandboxes.errors import FileTooLargeError, SandboxFileError
 from sandboxes.runtime import files
 
 pytestmark = pytest.mark.slow
@@ -107,6 +107,13 @@ async def test_a_large_folder_is_listed_at_once(local_sandbox):
     with anyio.fail_after(30):
         entries = await local_sandbox.list()
     assert [entry.name for entry in entries] == [f"{number:04}" for number in range(3000)]
+
+
+async def test_an_edit_cannot_make_a_file_larger_than_may_be_edited(local_sandbox):
+    await local_sandbox.write_file("f", "a" * 5)
+    with pytest.raises(FileTooLargeError, match="would have 20000000 bytes"):
+        await local_sandbox.edit_file("f", "a", "ü" * 2_000_000, replace_all=True)
+    assert await local_sandbox.read_file("f") == b"aaaaa"
 
 
 async def test_kernel_files_without_a_size_are_read(local_sandbox):
