@@ -53,8 +53,6 @@ REFERENCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*")
 NO_IMAGE = ("No such image", "No such object")
 ENDED_BY_ITSELF = (0, 1)
 """Exit codes of a control shell whose input closed; others may leave a container."""
-DAEMON_FAILED = 125
-"""The client's exit code if the daemon fails under it."""
 OVERHEAD_PROCESSES = 16
 """The control shell's own, on top of the limit."""
 OWN_IMAGES = "rollout-service"
@@ -66,6 +64,10 @@ INSIDE = FirstProcess(1, 0)
 ASK_SECONDS = 30.0
 LIMITS = {"MemoryLimit": "memory", "PidsLimit": "processes", "CPUCfsQuota": "cpus", "CpuCfsQuota": "cpus"}
 """The limits that a daemon can hold, by their names in what it says of itself."""
+CONTROLLERS = {"memory": "memory", "pids": "processes", "cpu": "cpus"}
+"""The same in the words of Podman, which names control groups."""
+NEEDED = {"memory", "processes"}
+NO_LIMITS_HINT = "run the daemon as root, or let systemd delegate the controllers memory and pids to its user"
 
 
 class Containers:
@@ -100,16 +102,17 @@ class Containers:
     async def find_limits(self) -> frozenset[str]:
         """
         Raises:
-            ProviderUnavailableError: The daemon does not answer.
+            ProviderUnavailableError: The daemon does not answer, or would run containers without limits.
         """
         code, said = await self.ask("info", "--format", "{{json .}}")
         if code != 0:
             raise ProviderUnavailableError(f"{self._binary} does not answer: {said.strip()}", hint=HINT)
-        try:
-            info = json.loads(said)
-        except ValueError:
-            return frozenset()
-        return frozenset(limit for name, limit in LIMITS.items() if info.get(name))
+        found = _limits_in(said)
+        if missing := NEEDED - found:
+            raise ProviderUnavailableError(
+                f"{self._binary} holds no limit on {' and '.join(sorted(missing))}", hint=NO_LIMITS_HINT
+            )
+        return found
 
     async def remove_sandbox(self, sandbox_id: str) -> None:
         """Remove its containers; if that fails, the next sweep tries again."""
@@ -181,6 +184,17 @@ class Containers:
         return [(container, folder) for container, _, folder in (line.partition(" ") for line in said.splitlines())]
 
 
+def _limits_in(said: str) -> frozenset[str]:
+    """Return the limits that Docker or Podman says it holds; none if it says something else."""
+    try:
+        info = json.loads(said)
+        controllers = info.get("host", {}).get("cgroupControllers") or ()
+    except (ValueError, AttributeError):
+        return frozenset()
+    named = [limit for name, limit in LIMITS.items() if info.get(name)]
+    return frozenset([*named, *(CONTROLLERS[name] for name in controllers if name in CONTROLLERS)])
+
+
 def container_group(sandbox_id: str) -> ControlGroup | None:
     """Return None if the container's process is not visible on this host.
 
@@ -246,11 +260,11 @@ class DockerSandbox(ControlledSandbox):
 
     @property
     def loss(self) -> SandboxError | None:
-        process = self._launched.resources.process
-        code = None if process is None else process.poll()
-        if self._closing or code is None or 0 <= code != DAEMON_FAILED:  # closing ends a client that lingers
+        """Nothing inside can end process 1, except by using up the memory."""
+        control, monitor = self._launched.control, self._launched.monitor
+        if self._closing or control.alive or control.was_closed or monitor.read_counts().get("memory"):
             return None
-        said = f"the client or the daemon of sandbox {self.id} has failed (exit code {code})"
+        said = f"the container of sandbox {self.id}, its client or its daemon was ended from outside"
         return SandboxLostError(said, hint="look at the daemon's log, and at the host's memory")
 
     async def _has_processes_left(self) -> bool:
@@ -296,7 +310,7 @@ class DockerProvider(HostProvider):
     async def _find_held(self) -> frozenset[str]:
         """
         Raises:
-            ProviderUnavailableError: The daemon does not answer, so nobody knows which limits hold.
+            ProviderUnavailableError: The daemon does not answer, or would run containers without limits.
         """
         if self._held is None:
             self._held = await self._containers.find_limits()
@@ -342,7 +356,7 @@ class DockerProvider(HostProvider):
     async def plan(self, spec: SandboxSpec, folder: RunFolder) -> LaunchPlan:
         name = spec.image or self._config.image
         image, held = await self._image_id(name), await self._find_held()
-        memory = spec.memory_bytes or self._config.limits.memory_bytes if "memory" in held else None
+        memory = spec.memory_bytes or self._config.limits.memory_bytes
         # Never the image's own: a memory file system covers it, and the image's files below it.
         workdir = spec.workdir or DEFAULT_WORKDIR
         command = [
@@ -387,13 +401,10 @@ class DockerProvider(HostProvider):
             *("--ulimit", "core=0"),
         ]
 
-    def _limit_flags(self, spec: SandboxSpec, memory: int | None, held: frozenset[str]) -> list[str]:
-        defaults, found = self._config.limits, []
-        if memory is not None:
-            found += ["--memory", str(memory), "--memory-swap", str(memory)]
-        if "processes" in held:
-            processes = (spec.max_processes or defaults.max_processes) + OVERHEAD_PROCESSES
-            found += ["--pids-limit", str(processes)]
+    def _limit_flags(self, spec: SandboxSpec, memory: int, held: frozenset[str]) -> list[str]:
+        defaults = self._config.limits
+        processes = (spec.max_processes or defaults.max_processes) + OVERHEAD_PROCESSES
+        found = ["--memory", str(memory), "--memory-swap", str(memory), "--pids-limit", str(processes)]
         if (cpus := spec.cpus or defaults.cpus) is not None and "cpus" in held:
             found += ["--cpus", str(cpus)]
         return found

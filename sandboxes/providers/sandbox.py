@@ -421,8 +421,8 @@ class ControlledSandbox(SandboxWithFiles):
             with self._freezer:
                 yield
         except SandboxClosedError as error:
-            if (loss := self.loss) is not None:
-                raise loss from error
+            if (known := self._known_end) is not None:
+                raise known from error
             raise
         except SandboxStartError as error:
             if not self.running:
@@ -443,8 +443,12 @@ class ControlledSandbox(SandboxWithFiles):
         self._launched.control.close()
         self._freezer.close()
 
+    @property
+    def _known_end(self) -> SandboxError | None:
+        return self.loss or self._lifetime_error
+
     def _make_ended_error(self) -> SandboxError:
-        if (known := self.loss or self._lifetime_error) is not None:
+        if (known := self._known_end) is not None:
             return known
         how = "has been closed" if self._closing else "has ended by itself"
         return SandboxClosedError(f"sandbox {self.id} {how}")

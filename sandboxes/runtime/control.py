@@ -64,6 +64,8 @@ class ControlShell:
         self._other_end = StatusLines(channel.fileno(), self._end)
         self._replies = StatusLines(answers.fd) if answers else self._other_end
         self._starting: set[StatusLines] = set()
+        self.was_closed = False
+        """Whether the host's end closed before the other one."""
 
     @property
     def alive(self) -> bool:
@@ -161,6 +163,7 @@ class ControlShell:
                     except BlockingIOError:
                         await self._wait_for_room(begun=len(view) < len(message))
                     except OSError as error:
+                        self._other_end.close()
                         raise SandboxClosedError("the sandbox has ended") from error
         finally:
             if self._short:
@@ -190,6 +193,7 @@ class ControlShell:
             except BlockingIOError:
                 self._loop.add_writer(self._channel, self._flush)
             except OSError:
+                self._other_end.close()
                 self.close()
 
     def _send_short(self) -> None:
@@ -204,6 +208,7 @@ class ControlShell:
 
     def close(self) -> None:
         """Close the host's end, which ends everything inside. Idempotent."""
+        self.was_closed = self.was_closed or self.alive
         self._other_end.close()
         if self._answers is not None:
             self._answers.close()
