@@ -1,6 +1,9 @@
 """The forms of E2B's clients are read as they were sent, in any pieces; broken ones and hostile listings are errors."""
 
+import grp
 import gzip
+import os
+import pwd
 from collections.abc import AsyncIterator, Iterable
 from datetime import UTC, datetime
 from types import SimpleNamespace
@@ -8,14 +11,16 @@ from typing import Any
 
 import httpx
 import pytest
+from connectrpc.code import Code
 from connectrpc.errors import ConnectError
+from e2b.envd.filesystem import filesystem_pb
 from hypothesis import example, given
 from hypothesis import strategies as st
 from starlette.requests import Request
 
 from rollout_service.base.errors import RequestError, TooLargeError
 from rollout_service.server.e2b import files
-from rollout_service.server.e2b.boxes import Boxes
+from rollout_service.server.e2b.boxes import CURRENT_BOX, Boxes
 from rollout_service.server.e2b.control import BoxQuery
 from rollout_service.server.e2b.transfer import PIECE, MultipartForm, _bounded, _decoded
 from rollout_service.settings.http import E2BApiSettings
@@ -103,6 +108,19 @@ def test_whatever_a_hostile_find_prints_is_an_entry_or_a_typed_error(row):
     except ConnectError:
         return
     assert 0 <= entry.modified_time.seconds <= files.LAST_SECOND
+
+
+async def test_owners_have_names_and_a_missing_folder_is_not_found(local_sandbox):
+    CURRENT_BOX.set(SimpleNamespace(sandbox=local_sandbox))  # type: ignore[arg-type]
+    await local_sandbox.write_file("d/:0:", "x")
+    calls = files.FilesystemCalls()
+    [entry] = (await calls.list_dir(filesystem_pb.ListDirRequest(path="d"), None)).entries
+    user, group = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(os.getegid()).gr_name
+    assert (entry.name, entry.owner, entry.group, entry.size) == (":0:", user, group, 1)
+    with pytest.raises(ConnectError) as caught:
+        await calls.stat(filesystem_pb.StatRequest(path="d/none"), None)
+    assert caught.value.code == Code.NOT_FOUND
+    assert files._names_in("a:x:7:\n:\nb:x:7:0\nc:x:8") == {"7": "a", "8": "c"}
 
 
 @pytest.mark.parametrize(
