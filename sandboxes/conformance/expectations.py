@@ -28,7 +28,7 @@ rm -r "$folder"; echo "$folder"
 ALIKE = r"""
 id; umask; ulimit -a | grep -v processes; pwd; env | sort | grep -v -e ^_= -e ROLLOUT_SANDBOX
 grep -e Cap -e NoNewPrivs -e Seccomp: /proc/self/status; cat /proc/self/uid_map /proc/self/gid_map
-awk '{ gsub(/(lowerdir|size|uid)=[^,]*/, "", $4); print $2, $3, $4 }' /proc/mounts | sort
+awk '{ gsub(/(lowerdir|size|nr_inodes|uid)=[^,]*/, "", $4); print $2, $3, $4 }' /proc/mounts | sort
 ls /dev /proc/sys/user; cut -d: -f1 /proc/net/dev; cat /proc/1/comm; stat -c '%A %U %G %n' / /tmp /dev/shm
 """
 """Prints the walls around code inside."""

@@ -53,7 +53,8 @@ LINKS = {
     "stdout": "/proc/self/fd/1",
     "stderr": "/proc/self/fd/2",
 }
-DEV_OPTIONS = "size=65536k,mode=755"
+DEV_OPTIONS = "size=64k,nr_inodes=64,mode=755"
+"""Room for what is made here and little else: code inside may write there, and it is not part of the disk limit."""
 SIGNALS, SIG_DFL, SIG_IGN, SIG_SETMASK = 64, 0, 1, 2
 TO_WHOLE_JOBS = (1, 2, 10, 12, 15)
 """SIGHUP, SIGINT, SIGUSR1, SIGUSR2 and SIGTERM: Slurm sends them to every process of a job, where the service's own end
