@@ -46,9 +46,11 @@ Table = Annotated[
 ]
 
 
-class NewBox(BaseModel):
+class RequestBody(BaseModel):
     model_config = ConfigDict(strict=True)
 
+
+class NewBox(RequestBody):
     template: str = Field(alias="templateID", min_length=1, max_length=512)
     timeout: int = Field(DEFAULT_SECONDS, ge=1)
     metadata: Table = {}

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import anyio
 import orjson
 from anyio.streams.memory import MemoryObjectSendStream
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from rollout_service.base.errors import NotFoundError, RequestError
 from rollout_service.http.requests import CLIENT_CLOSED_REQUEST
-from rollout_service.server.e2b.boxes import CURRENT_BOX, Box, Text
+from rollout_service.server.e2b.boxes import CURRENT_BOX, Box, RequestBody, Text
 from rollout_service.server.e2b.files import absolute
 from sandboxes import (
     BashSession,
@@ -65,18 +65,14 @@ Session = PythonSession | BashSession
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=256)]
 
 
-class CodeRun(BaseModel):
-    model_config = ConfigDict(strict=True)
-
+class CodeRun(RequestBody):
     code: str
     context_id: str | None = None
     language: str | None = None
     env_vars: Annotated[dict[Variable, Text], Field(max_length=128)] | None = None
 
 
-class NewContext(BaseModel):
-    model_config = ConfigDict(strict=True)
-
+class NewContext(RequestBody):
     cwd: Text | None = None
     language: str | None = None
 

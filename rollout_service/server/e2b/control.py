@@ -6,14 +6,14 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 from urllib.parse import parse_qsl, unquote
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, Field, TypeAdapter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from rollout_service.base.errors import ConflictError, RequestError
 from rollout_service.http.requests import CLIENT_CLOSED_REQUEST, cancel_on_disconnect
-from rollout_service.server.e2b.boxes import DEFAULT_SECONDS, Box, Boxes, NewBox
+from rollout_service.server.e2b.boxes import DEFAULT_SECONDS, Box, Boxes, NewBox, RequestBody
 from rollout_service.server.e2b.refusals import body_of
 from sandboxes.config import LimitDefaults
 
@@ -31,21 +31,15 @@ REFUSED = {
 OBJECT = TypeAdapter(dict[str, Any])
 
 
-class NewTime(BaseModel):
-    model_config = ConfigDict(strict=True)
-
+class NewTime(RequestBody):
     timeout: int = Field(DEFAULT_SECONDS, ge=0)
 
 
-class BoxPause(BaseModel):
-    model_config = ConfigDict(strict=True)
-
+class BoxPause(RequestBody):
     memory: bool = True
 
 
-class BoxForks(BaseModel):
-    model_config = ConfigDict(strict=True)
-
+class BoxForks(RequestBody):
     timeout: int = Field(15, ge=1)
     count: int = Field(1, ge=1, le=MAX_FORKS)
 

@@ -13,7 +13,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -47,9 +47,7 @@ class Launcher:
         self._user, self._group = user, group
         self._fakeroot = fakeroot
         self.root = os.geteuid() == 0
-        self._maps: dict[int, bool] = {}
-        self._overlays: dict[int, bool] = {}
-        self._containers: dict[Path, bool] = {}
+        self._found: dict[tuple[str, object], bool] = {}
 
     @cached_property
     def namespaces(self) -> bool:
@@ -57,7 +55,7 @@ class Launcher:
         if self._fakeroot and (self.root or not has_subordinate_ids(self._user)):
             return False  # root's sandboxes get their ids from Apptainer
         told = {"LAUNCH_NAMESPACES": "1", "LAUNCH_NETWORK": "1"} | self._user_env()
-        failure = self._try_launch(["true"] if self._fakeroot else ["unshare", "--user", "true"], told)
+        failure = self._try_launch(told, ["true"] if self._fakeroot else ["unshare", "--user", "true"])
         if failure is not None:
             log.warning(
                 "cannot restrict sandboxes to a list of hosts, or those of ordinary users to a disk limit",
@@ -190,15 +188,11 @@ class Launcher:
         """
         if not (self.mounts and image.is_dir()):
             return False
-        device = image.stat().st_dev
-        if device not in self._overlays:
-            namespaces = {"LAUNCH_NAMESPACES": "1"} if self.namespaces else {}
-            told = {"LAUNCH_IMAGE": str(image), "LAUNCH_OVERLAY": "notes"} | namespaces | self._user_env()
-            failure = self._try_launch(["true"], told)
-            if failure is not None:
-                log.warning("sandboxes cannot remove folders of the image", image=str(image), reason=failure)
-            self._overlays[device] = failure is None
-        return self._overlays[device]
+        namespaces = {"LAUNCH_NAMESPACES": "1"} if self.namespaces else {}
+        told = {"LAUNCH_IMAGE": str(image), "LAUNCH_OVERLAY": "notes"} | namespaces | self._user_env()
+        return self._works(
+            "sandboxes cannot remove folders of the image", image.stat().st_dev, image, lambda: self._try_launch(told)
+        )
 
     def can_change_images(self, unpacked: Path, *, unpack: bool) -> bool:
         """Return whether code may remove and rename folders of images, which are unpacked in `unpacked` or not at all.
@@ -218,21 +212,15 @@ class Launcher:
         overlay = "notes" if self.can_overlay(image) else "plain"
         if self._fakeroot or not (self.namespaces and image.is_dir()) or (self.root and overlay == "plain"):
             return False
-        if image not in self._containers:
-            told = {"LAUNCH_IMAGE": str(image), "LAUNCH_OVERLAY": overlay, "LAUNCH_POINTS": "\n".join(POINTS)}
-            told |= {
-                "LAUNCH_NAMESPACES": "1",
-                "LAUNCH_NETWORK": "1",
-                "LAUNCH_DIRECT": "image",
-            } | self._user_env()
+        told = {"LAUNCH_IMAGE": str(image), "LAUNCH_OVERLAY": overlay, "LAUNCH_POINTS": "\n".join(POINTS)}
+        told |= {"LAUNCH_NAMESPACES": "1", "LAUNCH_NETWORK": "1", "LAUNCH_DIRECT": "image"} | self._user_env()
+
+        def run() -> str | None:
             with tempfile.TemporaryDirectory(prefix="rollout-") as space:
                 binds = ("--bind", "/dev/pts", "--bind", f"{space}/hosts:/etc/hosts:ro")
-                command = [*binds, "image", "/bin/bash", "--norc", "-c", "[[ -e /proc/1/stat ]]"]
-                failure = self._run(command, told, space)
-            if failure is not None:
-                log.warning("each sandbox of this image runs Apptainer", image=str(image), reason=failure)
-            self._containers[image] = failure is None
-        return self._containers[image]
+                return self._run([*binds, "image", "/bin/bash", "--norc", "-c", "[[ -e /proc/1/stat ]]"], told, space)
+
+        return self._works("each sandbox of this image runs Apptainer", image, image, run)
 
     @property
     def can_map_files(self) -> bool:
@@ -247,19 +235,23 @@ class Launcher:
         """
         if not (self.root and self.namespaces):
             return False
-        device = folder.stat().st_dev
-        if device not in self._maps:
-            failure = self._try_launch(
-                ["true"], {"LAUNCH_NAMESPACES": "1", "LAUNCH_IMAGE": str(folder)} | self._user_env(user)
-            )
-            if failure is None and _kernel_version() < OVERLAYS_OF_MAPPED:
-                failure = f"Linux {os.uname().release}"
-            if failure is not None:
-                log.warning("sandboxes share one user of the host", folder=str(folder), reason=failure)
-            self._maps[device] = failure is None
-        return self._maps[device]
+        told = {"LAUNCH_NAMESPACES": "1", "LAUNCH_IMAGE": str(folder)} | self._user_env(user)
 
-    def _try_launch(self, command: Sequence[str], told: dict[str, str]) -> str | None:
+        def run() -> str | None:
+            older = _kernel_version() < OVERLAYS_OF_MAPPED
+            return self._try_launch(told) or (f"Linux {os.uname().release}" if older else None)
+
+        return self._works("sandboxes share one user of the host", folder.stat().st_dev, folder, run)
+
+    def _works(self, failing: str, place: object, path: Path, run: Callable[[], str | None]) -> bool:
+        """Return whether a trial at a place succeeds; the first one runs it, and logs why it fails."""
+        if (failing, place) not in self._found:
+            if (failure := run()) is not None:
+                log.warning(failing, path=str(path), reason=failure)
+            self._found[failing, place] = failure is None
+        return self._found[failing, place]
+
+    def _try_launch(self, told: dict[str, str], command: Sequence[str] = ("true",)) -> str | None:
         path = shutil.which(command[0], path=PATH) or command[0]
         with tempfile.TemporaryDirectory(prefix="rollout-") as space:
             return self._run([path, *command[1:]], told, space)

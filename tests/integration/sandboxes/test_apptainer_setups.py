@@ -259,9 +259,7 @@ async def test_a_sandbox_with_files_of_another_tells_nothing_about_its_kind(tmp_
 async def test_containers_are_made_only_of_images_of_which_one_was_tried(tmp_path):
     provider = ApptainerProvider(ApptainerConfig(), tmp_path / "state")
     try:
-        async with await provider.start(SandboxSpec()):
-            pass
-        [image] = provider.launcher._containers
+        image = (await provider.prepared_images.prepare("base")).image
         assert provider.launcher.can_make_container(image)
         for name in ("dev", "proc", "sys", "etc"):
             (tmp_path / "image" / name).mkdir(parents=True)
