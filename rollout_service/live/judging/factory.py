@@ -23,7 +23,7 @@ from rollout_service.engines.contract import (
     SamplingOptions,
     new_request_id,
 )
-from rollout_service.engines.errors import BackendProtocolError
+from rollout_service.engines.errors import BackendProtocolError, NoBackendError
 from rollout_service.engines.pool.pool import BackendPool
 from rollout_service.engines.serving.policies import PolicyServing
 from rollout_service.judging.contract import Judge, Vote
@@ -37,6 +37,7 @@ from rollout_service.live.judging.turn_judge import (
     FoundHint,
     TurnJudge,
     hint_rubric,
+    outage,
     question,
     value_rubric,
 )
@@ -151,7 +152,12 @@ class JudgedHints:
         if turn.next_state is None:
             return FoundHint(None, "no_next_state")
         instance, texts = question(turn.answer, turn.next_state)
-        poll = await self.judge.poll(self.rubric, instance, texts, keep_texts=True)
+        try:
+            poll = await self.judge.poll(self.rubric, instance, texts, keep_texts=True)
+        except NoBackendError as error:
+            return FoundHint(None, error.code, away=error)
+        if (error := outage(poll.votes)) is not None:
+            return FoundHint(None, "judge_failed", away=error)
         proposed = candidates(poll.votes)
         if not proposed:
             valid = any(vote.label is not None for vote in poll.votes)

@@ -134,7 +134,10 @@ class JudgeStage:
     async def _judge_once(self, session_id: str, turn_id: int, *, is_last_try: bool) -> None:
         turn = await self.store.turn(session_id, turn_id)
         if turn is not None and _lacks_hint(turn) and self.judge.asks_for_hints:
-            await self._add_hint(turn, await self.judge.hint(turn))
+            found = await self.judge.hint(turn)
+            if found.away is not None and not is_last_try:
+                raise found.away
+            await self._add_hint(turn, found)
         if turn is None or not _is_open(turn):
             return
         mark = await self._mark(turn, is_last_try=is_last_try)

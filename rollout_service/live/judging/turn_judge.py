@@ -94,6 +94,8 @@ def _rubric(
 class FoundHint:
     hint: Hint | None
     dropped: str = ""
+    away: InferenceError | None = None
+    """Set if the judge's engines did not answer, so that asking again may help."""
 
 
 FindHint = Callable[[TurnRecord], Awaitable[FoundHint]]

@@ -16,6 +16,7 @@ from tests.support.live.judge import MarksSeen, ServedPools, a_judge, judging
 from tests.support.live.store import a_session, a_state, a_turn, explicit
 from tests.support.sampling import ScriptedSampler
 from tests.support.waiting import until
+from tests.unit.live.judging.test_hindsight import finder
 
 GOOD, BAD = r"\boxed{1}", r"\boxed{-1}"
 
@@ -192,6 +193,24 @@ async def test_a_turn_that_its_user_rated_gets_a_hint_and_keeps_its_value(store)
     assert [mark.value for mark in marks if mark is not None] == [-0.5] * 3
     assert [mark.hint is not None for mark in marks if mark is not None] == [True, True, False]
     assert sorted(finder.asked) == [0, 1]
+
+
+async def test_a_turn_that_its_user_rated_waits_for_the_judge_with_its_hint(store):
+    away = BackendUnreachable("gone")
+    sampler, pools = ScriptedSampler(away, r"[HINT_START]End it with =, please.[HINT_END] \boxed{1}"), ServedPools()
+    sampler.is_served = False
+    judge = a_judge(sampler, finder(sampler)[0].find, votes=1)
+    stage = JudgeStage(store, judge, pools, at_once=1, queue=4, retry_seconds=0.01)
+    await add(store, 0)
+    await store.mark("s", 0, explicit(1.0))
+    stage.note_feedback("s", 0)
+    async with judging(stage):
+        await anyio.wait_all_tasks_blocked()
+        sampler.is_served = True
+        pools.serve("judge")
+        await until(lambda: not stage.waiting and sampler.prompts, 10)
+    mark = (await store.turn("s", 0)).mark
+    assert (mark.value, mark.hint and mark.hint.text) == (1.0, "End it with =, please.")
 
 
 async def test_a_hint_that_was_found_is_kept_when_feedback_comes_meanwhile(store):
