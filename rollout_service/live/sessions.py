@@ -126,7 +126,8 @@ class LiveSessions:
 
     async def get(self, session_id: str) -> LiveSession:
         session = await self.show(await self._register.known(session_id))
-        turns = [show_turn(turn) for turn in await self.store.turns(session_id)]
+        stored = await self.store.turns(session_id)
+        turns = await anyio.to_thread.run_sync(lambda: [show_turn(turn) for turn in stored])  # it hashes their texts
         parts = [show_part(part) for part in await self.store.parts(session_id=session_id)]
         return session.model_copy(update={"turns": turns, "handed_over": parts})
 

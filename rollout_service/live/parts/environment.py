@@ -137,15 +137,7 @@ class SessionParts:
         trajectory: Trajectory,
     ) -> list[TurnMark]:
         order = order_of(await self.runs.get(SampleId.parse(request.rollout_id or "").run))
-        marks = [
-            mark_of(
-                turn,
-                usable=turn.turn in part.usable,
-                because=None if turn.turn in part.usable else turn.dropped,
-                with_text=order.next_state,
-            )
-            for turn in turns
-        ]
+        marks = await anyio.to_thread.run_sync(_unread_marks, part, turns, order.next_state)
         if not order.teacher or self.teacher is None:
             return marks
         taught: dict[int, TurnMark] = {}
@@ -210,6 +202,20 @@ def _gone(request: RolloutRequest) -> PartGoneError:
 
 def _trajectory(renderer: ChatRenderer, turns: Sequence[TurnRecord], usable: Sequence[int]) -> Trajectory:
     return train_on(replay.rebuild(renderer, turns).trajectory(), usable)
+
+
+def _unread_marks(part: PartRecord, turns: Sequence[TurnRecord], with_text: bool) -> list[TurnMark]:
+    """Return the marks before a teacher has read them. Slow for long texts, which are hashed."""
+    usable = frozenset(part.usable)
+    return [
+        mark_of(
+            turn,
+            usable=turn.turn in usable,
+            because=None if turn.turn in usable else turn.dropped,
+            with_text=with_text,
+        )
+        for turn in turns
+    ]
 
 
 def _sampled(trajectory: Trajectory, turn: int) -> list[int]:

@@ -1,6 +1,8 @@
 """Parts of sessions become batches of runs, each turn once, whatever happens in between."""
 
+import hashlib
 import json
+import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
@@ -19,10 +21,13 @@ from rollout_service.live.judging.teacher import TeacherReading
 from rollout_service.live.parts.deletion import SessionDeletion
 from rollout_service.live.parts.delivery import PartDelivery
 from rollout_service.live.parts.environment import SessionParts
+from rollout_service.live.serving import views
+from rollout_service.live.sessions import LiveSessions
 from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.pipeline.attempt import ElsewhereError
 from rollout_service.runs.api import RunExporter, RunService
 from rollout_service.runs.rescore import Rescorer
+from rollout_service.settings.live import LiveSettings
 from rollout_service.tokens import check_invariants
 from tests.support.live.parts import LiveBench, live_bench
 from tests.support.live.store import explicit, judged
@@ -99,6 +104,26 @@ async def test_texts_are_delivered_only_to_runs_that_ask_for_them():
         await bench.drive()
         batch = await bench.lease()
         assert "said after" not in batch.model_dump_json()
+
+
+async def test_texts_are_hashed_in_threads(monkeypatch):
+    class Noting:
+        def sha256(self, data: bytes) -> Any:
+            threads.append(threading.current_thread())
+            return hashlib.sha256(data)
+
+    threads: list[threading.Thread] = []
+    monkeypatch.setattr(views, "hashlib", Noting())
+    async with live_bench() as bench:
+        none = cast(Any, None)
+        sessions = LiveSessions(LiveSettings(), bench.live, none, none, none, none, none)
+        await bench.create_run()
+        await bench.serve("s", [1.0])
+        await bench.drive()
+        assert rollouts(await bench.lease())[0].turn_marks[0].next_state is not None
+        assert (await sessions.get("s")).turns[0].next_state is not None
+    assert len(threads) == 2
+    assert threading.current_thread() not in threads
 
 
 async def test_redelivery_is_the_same_to_the_last_byte():
