@@ -9,10 +9,13 @@ import hashlib
 import json
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 from http import HTTPStatus
 from pathlib import Path
+from weakref import WeakValueDictionary
+
+import anyio
 
 from api_schemas.rollouts.sessions import ClosedBecause
 from api_schemas.sessions import SessionRequest
@@ -89,6 +92,8 @@ class SessionRegister:
     """Returns a new session's pool, from the pool that it asks for and its id."""
     clock: Callable[[], float]
     open_sessions: int = 0
+    _opening: WeakValueDictionary[str, anyio.Lock] = field(default_factory=WeakValueDictionary)
+    """Each exists while someone waits for it."""
 
     async def count_open(self) -> None:
         async for _ in self.store.all_sessions(is_open=True):
@@ -132,7 +137,14 @@ class SessionRegister:
         Raises:
             RateLimitedError: Too many sessions are open.
         """
+        # Another request may be opening the same session, which would be refused for its own place.
+        async with self._opening.setdefault(record.session_id, anyio.Lock()):
+            return await self._add(record)
+
+    async def _add(self, record: SessionRecord) -> bool:
         if self.open_sessions >= self.settings.max_sessions:
+            if await self.store.session(record.session_id) is not None:
+                return False
             raise RateLimitedError(
                 f"{self.settings.max_sessions} sessions are open",
                 hint="End sessions, or raise `max_sessions` in `[live]`.",

@@ -40,13 +40,14 @@ class SessionDeletion:
             StoreError: A store failed. Repeat the deletion.
         """
         batches: dict[str, str] = {}
-        # Before the sessions go, since their parts tell what to erase; and after, since a rollout may have begun.
-        for name in await self._sessions(session_id, user):
+        # Before the sessions go, since a deletion that is cut off is repeated by their names.
+        for name in await self.live.withdraw(session_id=session_id, user=user):
             batches |= await self._erase(await self.live.parts(session_id=name))
         left = await self._left_in_runs(user)
         batches |= await self._erase(left)
         deleted = await self.live.delete(session_id=session_id, user=user)
-        batches |= await self._erase(deleted.parts)
+        # A user may have opened others meanwhile.
+        batches |= await self._erase([part for part in deleted.parts if part.rollout_id not in batches])
         parts = [*deleted.parts, *left]
         leased = [
             LeasedPart(
@@ -66,13 +67,6 @@ class SessionDeletion:
             undelivered=len(parts) - len(leased),
             leased=leased,
         )
-
-    async def _sessions(self, session_id: str | None, user: str | None) -> list[str]:
-        if session_id is not None:
-            return [session_id]
-        if user is None:
-            raise ValueError("name a session or a user")
-        return [session.session_id async for session in self.live.all_sessions(user=user)]
 
     async def _erase(self, parts: Sequence[PartRecord]) -> Mapping[str, str]:
         names = [part.rollout_id for part in parts if part.rollout_id is not None]

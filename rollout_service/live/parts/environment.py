@@ -16,7 +16,7 @@ import anyio.to_thread
 from pydantic import JsonValue
 
 from api_schemas.rollouts import RolloutRequest, StopReason, Usage
-from api_schemas.rollouts.sessions import Hint, SessionInfo, TurnMark
+from api_schemas.rollouts.sessions import ClosedBecause, Hint, SessionInfo, TurnMark
 from api_schemas.trajectories import Message, Trajectory
 from rollout_service.base.errors import EnvironmentFailedError, InvalidFieldError
 from rollout_service.base.ids import SampleId
@@ -94,7 +94,7 @@ class SessionParts:
         session = await self.store.session(part.session_id)
         turns = await self.store.turns(part.session_id)
         own = [turn for turn in turns if turn.part == part.part]
-        if session is None or not own:
+        if session is None or not own or session.closed_because is ClosedBecause.DELETED:
             raise _gone(request)
         renderer = self.renderer_of(session.pool)
         until = [turn for turn in turns if turn.turn <= max(part.usable)]

@@ -173,6 +173,9 @@ _REMOVE = (
     "DELETE FROM parts WHERE session = ?",
     "DELETE FROM sessions WHERE seq = ?",
 )
+_WITHDRAW = """
+UPDATE sessions SET closed_because = 'deleted' WHERE session_id = :id OR user = :user RETURNING session_id
+"""
 _REMEMBER_USER = """
 INSERT INTO earlier_sessions (user, count) SELECT user, 1 FROM sessions
 WHERE seq = :session AND EXISTS (SELECT 1 FROM turns WHERE session = :session)
@@ -220,6 +223,11 @@ def _counts_of(db: sqlite3.Connection, session: int) -> Counter[str]:
         found[f"dropped:{MaskReason.OPTED_OUT}"] += opted_out
     found["served"] = found["recorded"] + opted_out
     return found
+
+
+def withdraw(db: sqlite3.Connection, *, session_id: str | None, user: str | None) -> list[str]:
+    """Keep rollouts from beginning with parts of a session, or of all of a user's; return the sessions' ids."""
+    return [row["session_id"] for row in db.execute(_WITHDRAW, {"id": session_id, "user": user})]
 
 
 def delete(db: sqlite3.Connection, *, session_id: str | None, user: str | None) -> Deleted:

@@ -151,6 +151,7 @@ class SqliteLiveStore:
     claim = writes(part_statements.claim)
     counts = reads(part_statements.counts)
     feedback = reads(session_statements.figures)
+    withdraw = writes(part_statements.withdraw)
 
     async def delete(self, *, session_id: str | None = None, user: str | None = None) -> Deleted:
         """Leave no byte of a session, or of all of a user's, in the store's files; counts stay.

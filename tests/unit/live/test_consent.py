@@ -4,6 +4,7 @@ import threading
 from dataclasses import replace
 from typing import Any, cast
 
+import anyio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,11 +18,12 @@ from rollout_service.live.consent import MIN_PARAGRAPH, ConversationConsent, Mes
 from rollout_service.live.contract import MAX_DIGESTS, OptOuts
 from rollout_service.live.detectors import Detectors
 from rollout_service.live.recorder import RecordingParts, SessionRecorder
-from rollout_service.live.register import SessionRegister, UserHashes
+from rollout_service.live.register import RateLimitedError, SessionRegister, UserHashes
 from rollout_service.live.replay import LIVE
 from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.settings.live import LiveSettings
 from tests.support.live.store import a_session
+from tests.support.waiting import collect
 from tests.unit.live.test_replay import RENDERER
 
 HASHES = MessageHashes(b"k" * 32)
@@ -129,6 +131,19 @@ async def test_a_conversation_of_which_nothing_is_known_is_not_taken_for_agreed(
         await register.add(a_session("from elsewhere", continues="there"))
         assert (await register.opt_outs_of("from here")).is_complete
         assert not (await register.opt_outs_of("from elsewhere")).is_complete
+
+
+async def test_the_last_place_is_for_all_requests_that_open_the_same_session(tmp_path):
+    async with SqliteLiveStore(":memory:") as store:
+        settings = LiveSettings(max_sessions=1)
+        register = SessionRegister(settings, store, UserHashes.load(tmp_path / "salt"), cast(Any, None), lambda: 0.0)
+        opened: list[bool] = []
+        async with anyio.create_task_group() as tasks:
+            for _ in range(3):
+                tasks.start_soon(collect, opened, lambda: register.add(a_session()))
+        assert sorted(opened) == [False, False, True]
+        with pytest.raises(RateLimitedError):
+            await register.add(a_session("another"))
 
 
 async def test_clients_refuse_for_themselves_alone_whatever_their_names_join_to(tmp_path):

@@ -259,6 +259,30 @@ async def test_a_user_is_deleted_from_runs_after_the_sessions_were_removed():
         assert await bench.lease(key="another") is None
 
 
+async def test_a_deletion_that_was_cut_off_is_repeated_by_the_name_of_its_session():
+    class CutOff:
+        def __getattr__(self, name: str) -> object:
+            return getattr(bench.live, name)
+
+        async def delete(self, **which: Any) -> None:
+            await bench.work()  # a rollout begins between the erasure and the removal
+            await bench.live.delete(**which)
+            raise Killed
+
+    async with live_bench() as bench:
+        await bench.create_run()
+        await bench.serve("s", [1.0])
+        await bench.closer.step()
+        await bench.delivery.step()
+        await bench.manager.step()
+        with pytest.raises(Killed):
+            await SessionDeletion(cast(Any, CutOff()), bench.store).delete(session_id="s")
+        assert await bench.live.session("s") is None, "nobody can name it again"
+        assert (await bench.store.get("run.0.0")).error.code == "session_part_gone"
+        await bench.drive()
+        assert await bench.lease() is None
+
+
 async def test_a_session_of_another_tenant_or_pool_is_left_alone():
     async with live_bench() as bench:
         await bench.create_run()
