@@ -10,7 +10,7 @@ from __future__ import annotations
 import zlib
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
@@ -90,6 +90,7 @@ def pack(capture: TurnCapture, planned: PlannedTurn, generation: Generation, *, 
         "state": planned.match.state.hex(),
         "head": [planned.head.system.hex(), tools.hex()],
         "tools": None if is_known or not prompt.tools else [dict(tool) for tool in prompt.tools],
+        "deferred": [dict(tool) for tool in planned.found_tools],
         "shared": history,
         "messages": [_pack(message) for message in planned.messages[history:]],
         "call": _pack_call(call),
@@ -184,7 +185,7 @@ class _SessionReplay:
         prompt = TreePrompt(ids, tools, parent, after, ForkReason(head["reason"]))
         before = self.histories[base.turn_id] if base is not None else ()
         messages = (*before[: head["shared"]], *(_unpack(packed) for packed in head["messages"]))
-        call = _unpack_call(head["call"], tools)
+        call = replace(_unpack_call(head["call"], tools), deferred_tools=tuple(head.get("deferred", ())))
         match = Match(bytes.fromhex(head["state"]))
         again = {"compacts": head["compacts"], "key": head["key"]}
         planned = PlannedTurn(self.capture.renderer, call, prompt, hashes, match, messages, **again)

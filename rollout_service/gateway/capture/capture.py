@@ -40,7 +40,7 @@ from rollout_service.gateway.contract import (
     TokenLogprob,
     map_roles,
 )
-from rollout_service.tokens import ChatRenderer, TreePrompt, TurnTree
+from rollout_service.tokens import ChatRenderer, ToolSpec, TreePrompt, TurnTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +88,17 @@ class PlannedTurn:
         """Names the answer in the client's echo."""
         self._fed = 0
         prefix = f"call_{self.turn_key}"
+        self._deferred = call.deferred_tools
         tools = (*call.tools, *call.deferred_tools)
         self.splitter = Splitter(renderer, prompt.ids, tools, call_prefix=prefix, stop=call.stop)
         self._finished = False
+
+    @property
+    def found_tools(self) -> Sequence[ToolSpec]:
+        """The deferred tools that a complete answer calls, without which it would be read otherwise."""
+        parsed = self.splitter.parsed
+        called = {call.name for call in parsed.tool_calls} if parsed is not None else set[str | None]()
+        return [tool for tool in self._deferred if tool["function"]["name"] in called]
 
     @property
     def prompt_ids(self) -> Sequence[int]:

@@ -23,6 +23,7 @@ from rollout_service.tokens import ChatRenderer, check_invariants
 from tests.support.gateway.echoing import BASH, OTHER, write
 from tests.support.live.store import a_session, a_turn, explicit, judged
 from tests.support.samples import generation
+from tests.support.tokens import chat_formats
 
 RENDERER = ChatRenderer.load(policy_folder("calc-tuned"), "qwen3")
 SYSTEM = ClientMessage("system", "Be brief.")
@@ -170,6 +171,27 @@ def test_a_prompt_is_given_with_its_messages_and_exact_ids():
     assert prompt.messages[-1].content == "two"
     assert list(prompt.tools) == [BASH]
     assert prompt.output_ids == session.capture.turns[1].turn.output_ids
+
+
+def test_calls_of_tools_that_were_found_later_are_read_again_by_their_schemas(tmp_path):
+    renderer = chat_formats.load(tmp_path, "qwen3.5")
+    capture = TurnCapture(renderer, LIVE)
+    call = ModelCall(
+        dialect=Dialect.ANTHROPIC,
+        model="p",
+        messages=(ClientMessage("user", "go"),),
+        tools=(OTHER,),
+        deferred_tools=(BASH,),
+    )
+    planned = capture.plan(call)
+    ids = write(renderer, "On it.", ("bash", '{"command": "5", "timeout": 5}'))
+    output = generation(ids, prompt_tokens=len(planned.prompt_ids))
+    planned.complete(output)
+    body = pack(capture, planned, output, delivered=True).encode()
+    capture.record(planned, output, delivered=True)
+    again = rebuild(renderer, [record(0, body)])
+    assert again.turns[0].turn.message.tool_calls[0].arguments == {"command": "5", "timeout": 5}
+    assert again.trajectory() == capture.trajectory()
 
 
 def test_nothing_is_told_of_a_turn_without_a_body():
