@@ -7,9 +7,13 @@ out of descriptors or socket memory delays new connections and breaks nothing.
 from __future__ import annotations
 
 import asyncio
+import math
+import re
 import socket
 import ssl
-from collections.abc import Callable
+from base64 import b64decode
+from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +52,8 @@ class Certificate:
         self._key = key.expanduser() if key is not None else None
         self._password = password
         self._reloaded = reloaded
+        self.expires_at = math.nan
+        """The Unix time when the certificate in use expires; NaN if it cannot be read."""
         self._version = self._file_versions()
         self._load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
 
@@ -80,6 +86,7 @@ class Certificate:
         try:
             # Without a password OpenSSL would ask for one on the terminal.
             context.load_cert_chain(self._certificate, self._key, password=self._password or "")
+            self.expires_at = expiry(self._certificate.read_bytes())
         except OSError as error:  # SSLError is one
             files = f"{self._certificate} and {self._key}" if self._key else str(self._certificate)
             why = getattr(error, "reason", None) or error.strerror or str(error)
@@ -90,6 +97,39 @@ class Certificate:
 
     def _file_versions(self) -> list[FileVersion | None]:
         return [file_version(path) for path in (self._certificate, self._key) if path is not None]
+
+
+_FIRST_PEM = re.compile(rb"-----BEGIN (?:X509 )?CERTIFICATE-----(.*?)-----END", re.DOTALL)
+_DER_VERSION, _DER_LONG_YEAR = 0xA0, 0x18
+"""Tags of fields: the version of a certificate, which may be left out, and a time with a year of four digits."""
+
+
+def expiry(pem: bytes) -> float:
+    """Return the Unix time when the first certificate of a PEM file expires; NaN if it cannot be read.
+
+    Python's `ssl` tells it only of a peer's certificate.
+    """
+    found = _FIRST_PEM.search(pem)
+    try:
+        [(_, certificate)] = _der_fields(b64decode(found[1] if found else b""))
+        signed = [content for tag, content in _der_fields(next(_der_fields(certificate))[1]) if tag != _DER_VERSION]
+        _serial, _algorithm, _issuer, validity, *_ = signed
+        _, (tag, until) = _der_fields(validity)
+        form = "%Y%m%d%H%M%S%z" if tag == _DER_LONG_YEAR else "%y%m%d%H%M%S%z"
+        return datetime.strptime(until.decode(), form).timestamp()
+    except (ValueError, IndexError, StopIteration):
+        return math.nan
+
+
+def _der_fields(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield the tags and contents of the fields of a sequence in DER."""
+    at = 0
+    while at < len(data):
+        tag, length, at = data[at], data[at + 1], at + 2
+        if length >= 0x80:  # the length of the length
+            length, at = int.from_bytes(data[at : at + length - 0x80]), at + length - 0x80
+        yield tag, data[at : at + length]
+        at += length
 
 
 ACCEPT_PAUSE_SECONDS = 0.1

@@ -7,6 +7,7 @@ event.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -78,6 +79,11 @@ class Metrics:
         self._certificate_outdated = self._gauge(
             "rollout_certificate_outdated", "1 while a renewed certificate is wrong, and the older one serves"
         )
+        self._certificate_expires = self._gauge(
+            "rollout_certificate_expires_timestamp_seconds",
+            "Unix time when the certificate that serves expires; +Inf without TLS, NaN if it cannot be read",
+        )
+        self._certificate_expires.set(math.inf)
         self._requests = self._counter(
             "rollout_http_requests_total", "Requests to the API", ["method", "route", "status"]
         )
@@ -99,6 +105,9 @@ class Metrics:
 
     def note_certificate(self, is_usable: bool) -> None:
         self._certificate_outdated.set(not is_usable)
+
+    def watch_certificate(self, expires_at: Callable[[], float]) -> None:
+        self._certificate_expires.set_function(expires_at)
 
     def count_refused_connection(self, reason: str) -> None:
         self._refused_connections.labels(reason).inc()

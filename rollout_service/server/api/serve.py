@@ -86,7 +86,9 @@ def load_certificate(settings: Settings, metrics: Metrics) -> Certificate | None
     if settings.tls_certificate is None:
         return None
     password = settings.tls_key_password.get_secret_value() if settings.tls_key_password else None
-    return Certificate(settings.tls_certificate, settings.tls_key, password, reloaded=metrics.note_certificate)
+    certificate = Certificate(settings.tls_certificate, settings.tls_key, password, reloaded=metrics.note_certificate)
+    metrics.watch_certificate(lambda: certificate.expires_at)
+    return certificate
 
 
 def _connections(settings: Settings, metrics: Metrics) -> dict[str, Any]:

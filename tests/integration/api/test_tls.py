@@ -1,7 +1,9 @@
 """The API over TLS serves the configured certificate, and the API withstands every attack."""
 
 import json
+import math
 import ssl
+import time
 from collections.abc import Iterator
 
 import anyio
@@ -12,7 +14,7 @@ from rollout_client.client import CaFileError, RolloutClient, UnreachableError
 from rollout_client.sync import SyncRolloutClient
 from rollout_service.base.errors import ConfigurationError
 from rollout_service.cli import app as cli
-from rollout_service.http.server import Certificate
+from rollout_service.http.server import Certificate, expiry
 from rollout_service.observability.telemetry.metrics import Metrics
 from rollout_service.server.api.serve import load_certificate
 from rollout_service.settings import load_settings
@@ -53,6 +55,18 @@ def test_unusable_certificates_are_reported_before_the_start(tmp_path):
             load_certificate(load_settings(**wrong), Metrics())
     with pytest.raises(ConfigurationError, match="tls_certificate is not"):
         load_settings(tls_key=key)
+
+
+@pytest.mark.parametrize("days", [30, 20_000])  # times of two forms
+def test_the_time_is_known_when_a_certificate_expires(tmp_path, days):
+    certificate, key = make_certificate(tmp_path, days=days)
+    metrics = Metrics()
+    assert "rollout_certificate_expires_timestamp_seconds +Inf" in metrics.render().decode()
+    assert load_certificate(load_settings(tls_certificate=certificate, tls_key=key), metrics) is not None
+    shown = metrics.registry.get_sample_value("rollout_certificate_expires_timestamp_seconds")
+    until = ssl.cert_time_to_seconds(ssl._ssl._test_decode_cert(certificate)["notAfter"])
+    assert shown == until == pytest.approx(time.time() + 86_400 * days, abs=600)
+    assert math.isnan(expiry(b"-----BEGIN CERTIFICATE-----\nMIIBhTCC\n-----END CERTIFICATE-----\n"))
 
 
 async def test_a_renewed_certificate_is_used_and_a_broken_one_is_not(tmp_path, monkeypatch):

@@ -46,11 +46,11 @@ def filled_server(folder: Path, fill: Callable[[Path], Awaitable[None]]) -> Iter
         yield server.url
 
 
-def make_certificate(folder: Path) -> tuple[Path, Path]:
+def make_certificate(folder: Path, days: int = 2) -> tuple[Path, Path]:
     """Write a self-signed certificate for this machine, and its key."""
     certificate, key = folder / "certificate.pem", folder / "key.pem"
     names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
-    kind = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
+    kind = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", str(days)]
     command = [*kind, "-keyout", str(key), "-out", str(certificate), *names]
     subprocess.run(command, check=True, capture_output=True)
     return certificate, key
