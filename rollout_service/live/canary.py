@@ -1,14 +1,14 @@
 """Which pool serves a new session, while a share of them tries a candidate for a pool's weights.
 
-A session stays with the pool that it began in; the same session gets the same answer while nothing is changed; raising
-the share moves no session back. A change is on disk before it has an effect. A removed candidate is remembered with its
-pool, so that the turns that it served still reach that pool's runs.
+A session stays with the pool that it began in, unless that is not served for long; the same session gets the same
+answer while nothing is changed; raising the share moves no session back. A change is on disk before it has an effect. A
+removed candidate is remembered with its pool, so that the turns that it served still reach that pool's runs.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import anyio
@@ -20,6 +20,8 @@ from rollout_service.base.errors import ConfigurationError, InvalidFieldError
 from rollout_service.base.private_files import write_private
 
 _RANGE = 1 << 64
+ABANDONED_SECONDS = 120.0
+"""After so long without an engine, a candidate's sessions go on in the main pool. Engines may restart meanwhile."""
 
 
 class _Saved(BaseModel):
@@ -35,6 +37,7 @@ class Canaries:
         """`is_served` tells whether a pool has an engine in service."""
         self._path = path
         self._is_served = is_served
+        self._unserved_since: dict[str, float] = {}
         self._saved = _read(path)
         self._lock = anyio.Lock()
 
@@ -52,6 +55,13 @@ class Canaries:
     def main_of(self, pool: str) -> str:
         """Return the pool that a candidate is or was for; another pool itself."""
         return self._saved.candidates.get(pool, pool)
+
+    def abandoned(self, now: float) -> Mapping[str, str]:
+        """Return candidates that were long not served, with the pools that take their sessions over."""
+        known, candidates = self._unserved_since, self._saved.candidates
+        self._unserved_since = {one: known.get(one, now) for one in candidates if not self._is_served(one)}
+        long = (one for one, since in self._unserved_since.items() if now >= since + ABANDONED_SECONDS)
+        return {one: candidates[one] for one in long}
 
     async def set(self, canary: Canary) -> None:
         """Replace the pool's former share.

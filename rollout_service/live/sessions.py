@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
@@ -64,6 +64,8 @@ class LiveSessions:
     deletion: SessionDeletion
     choose_pool: Callable[[str, str], str]
     """Returns a new session's pool, from the pool that it asks for and its id."""
+    abandoned_pools: Callable[[float], Mapping[str, str]] = lambda _: {}
+    """Returns pools whose sessions go on in others, given the time."""
     clock: Callable[[], float] = time.time
 
     def __post_init__(self) -> None:
@@ -201,12 +203,13 @@ class LiveSessions:
         return await take_feedback(self.recording, session_id, feedback)
 
     async def expire(self) -> None:
-        """Close idle and old sessions, and forget unused ones, until cancelled."""
+        """Close idle and old sessions, move those of abandoned pools, and forget unused ones, until cancelled."""
         shortest = min(self.settings.idle_seconds, self.settings.max_age_seconds) / 4
         while True:
             await anyio.sleep(min(max(shortest, _SHORTEST_LOOK), _LONGEST_LOOK))
             with _trying_again():
                 await self._expire()
+                await self._move()
             self._active.forget_idle()
 
     async def _expire(self) -> None:
@@ -216,6 +219,13 @@ class LiveSessions:
             async with self._active.held(session_id) as gateway:
                 if because is ClosedBecause.MAX_AGE or gateway is None or not gateway.is_busy:
                     await self._close_held(session_id, because)
+
+    async def _move(self) -> None:
+        """Let sessions go on in the pool that their own was a candidate for; answers under way are cut off."""
+        for pool, other in self.abandoned_pools(self.clock()).items():
+            for session_id in await self.store.move(pool, other):
+                async with self._active.held(session_id):  # it may be being loaded
+                    await self._active.end(session_id)
 
     async def prune(self) -> None:
         """Remove expired records until cancelled."""

@@ -7,6 +7,7 @@ come from the service alone.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import fsum
@@ -15,6 +16,7 @@ import anyio
 import anyio.to_thread
 from pydantic import JsonValue
 
+from api_schemas.nodes import NodeState
 from api_schemas.rollouts import RolloutRequest, StopReason, Usage
 from api_schemas.rollouts.sessions import ClosedBecause, Hint, SessionInfo, TurnMark
 from api_schemas.trajectories import Message, Trajectory
@@ -29,12 +31,15 @@ from rollout_service.live.parts.delivery import ENVIRONMENT, order_of, parts_nam
 from rollout_service.live.serving.views import mark_of, time_of
 from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.pipeline.attempt import ElsewhereError
+from rollout_service.store.cluster_contract import ClusterStore
 from rollout_service.store.runs_contract import RunStore
 from rollout_service.tokens import ChatRenderer
 from rollout_service.tokens.trajectory import train_on
 
 ELSEWHERE_SECONDS = 0.5
 """Before a node gives back another node's part, for that one to lease."""
+LOST_SECONDS = 900.0
+"""How long a part waits for a node that is dead or has left: long enough to restart its host."""
 
 
 class PartGoneError(EnvironmentFailedError):
@@ -77,17 +82,26 @@ class SessionParts:
     teacher: TeacherReader | None = None
     node: str | None = None
     """This node, if others share the store of runs."""
+    cluster: ClusterStore | None = None
+    """The nodes that share it."""
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._away_since: dict[str, float] = {}
+        """When each node was missed first that parts wait for."""
 
     async def open(self, request: RolloutRequest) -> PartPolicy:
         """Return the part of a rollout, or claim one.
 
         Raises:
-            PartGoneError: There is none for it, or its session was deleted.
+            PartGoneError: There is none for it, its session was deleted, or the session's node is lost.
             ElsewhereError: Another node has the session.
             NoBackendError: The session's pool is not served.
             RecordLostError: A turn cannot be read.
         """
-        if request.task.instance.get("node") != self.node:
+        if (node := request.task.instance.get("node")) != self.node:
+            if self.cluster is not None and await self._is_lost(str(node), self.cluster):
+                raise _gone(request)
             await anyio.sleep(ELSEWHERE_SECONDS)
             raise ElsewhereError(request.pool)
         part = await self._claim(request)
@@ -109,6 +123,13 @@ class SessionParts:
             stop_reason=StopReason.TRUNCATED if usable[-1].truncated else StopReason.ANSWERED,
             answer=usable[-1].answer,
         )
+
+    async def _is_lost(self, node: str, cluster: ClusterStore) -> bool:
+        present = {one.report.name for one in await cluster.nodes() if one.state is not NodeState.DEAD}
+        self._away_since = {name: at for name, at in self._away_since.items() if name not in present}
+        if node in present:
+            return False
+        return self.clock() >= self._away_since.setdefault(node, self.clock()) + LOST_SECONDS
 
     async def _claim(self, request: RolloutRequest) -> PartRecord:
         try:
@@ -196,7 +217,7 @@ class SessionEnvironment(Environment):
 def _gone(request: RolloutRequest) -> PartGoneError:
     return PartGoneError(
         f"rollout {request.rollout_id} has no part of a live session",
-        hint="Its session was deleted or is kept by another node, or the rollout is none of a run with `live`.",
+        hint="Its session was deleted, its node is gone, or the rollout is none of a run with `live`.",
     )
 
 

@@ -257,7 +257,7 @@ class SessionTraining:
             # A candidate's pool may be gone, and has the format of the pool that it was for.
             return serving.connect(pool if serving.expects(pool) else trained_pool(pool))[0].renderer
 
-        parts = SessionParts(live, store.runs, renderer_of, teacher, shared_by)
+        parts = SessionParts(live, store.runs, renderer_of, teacher, shared_by, store.cluster)
         return cls(
             closer=PartCloser(live, store.runs, judging_since=judge.since, trained_pool=trained_pool),
             delivery=PartDelivery(live, store.runs, node=shared_by, handed_over=metrics.handed_over),

@@ -42,6 +42,7 @@ _SERVED = """
 UPDATE sessions SET used_at = max(used_at, :at), served = served + :opted_out, opted_out = opted_out + :opted_out
 WHERE session_id = :id
 """
+_MOVE = "UPDATE sessions SET pool = ? WHERE pool = ? AND closed_at IS NULL RETURNING session_id"
 _CLOSE = """
 UPDATE sessions SET closed_at = :at, closed_because = :because WHERE session_id = :id AND closed_at IS NULL
 """
@@ -122,6 +123,11 @@ def had(db: sqlite3.Connection, user: str) -> int:
 def served(db: sqlite3.Connection, session_id: str, at: float, *, opted_out: bool) -> None:
     """Note a request; an opted-out turn is counted here alone, and others when they are recorded."""
     db.execute(_SERVED, {"id": session_id, "at": at, "opted_out": opted_out})
+
+
+def move(db: sqlite3.Connection, pool: str, other: str) -> list[str]:
+    """Give the open sessions of a pool to another one; return their ids."""
+    return [row["session_id"] for row in db.execute(_MOVE, (other, pool))]
 
 
 def close(db: sqlite3.Connection, session_id: str, because: ClosedBecause, at: float) -> bool:

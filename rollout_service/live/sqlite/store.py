@@ -106,6 +106,7 @@ class SqliteLiveStore:
     opt_outs = reads(opt_outs)
     forget_opt_outs = writes(forget_opt_outs)
 
+    move = writes(session_statements.move)
     close_session = writes(session_statements.close)
     expired = reads(session_statements.expired)
     record = writes(session_statements.record)

@@ -81,6 +81,7 @@ async def open_live(
             recording=recording,
             deletion=training.deletion,
             choose_pool=canaries.choose,
+            abandoned_pools=canaries.abandoned,
         )
         await sessions.start()
         funnel = LiveFunnel(store, open_sessions=lambda: sessions.open_sessions, judge_queue=lambda: judging.waiting)

@@ -10,7 +10,11 @@ from pydantic import HttpUrl
 from api_schemas.inference import BackendSpec
 from api_schemas.sessions import Canary, OpenedSession, SessionRequest
 from rollout_client.client import InvalidRequestError, UnavailableError
+from rollout_service.live import canary, sessions
+from tests.support.gateway.service import scripted
 from tests.support.live.child_service import Echoes, LiveService, RecordingEngine, live_service
+from tests.support.live.service import live_service as in_process
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -65,3 +69,24 @@ async def test_a_canary_that_cannot_be_is_refused(service):
             await service.client.set_canary(Canary(pool="policy", candidate=candidate, share=0.5))
         assert caught.value.problem.code in ("invalid_field", "no_backend")
     assert await service.client.canaries() == []
+
+
+async def test_a_session_goes_on_in_the_main_pool_once_the_candidates_engines_are_gone(tmp_path, monkeypatch):
+    monkeypatch.setattr(canary, "ABANDONED_SECONDS", 0.0)
+    monkeypatch.setattr(sessions, "_LONGEST_LOOK", 0.05)
+    async with (
+        scripted("Main.") as main,
+        scripted("Next.") as other,
+        in_process(tmp_path, [main], live={"hold_seconds": 0.2}) as service,
+    ):
+        added = await service.http.post("/v1/backends", json={"url": other.url, "pool": "next"})
+        await service.http.put("/v1/sessions/canary", json=CANARY.model_dump())
+        opened = await service.open()
+        assert "Next." in (await service.ask(opened.key, "a")).text
+        assert (await service.http.delete(f"/v1/backends/{added.json()['backend_id']}")).is_success
+
+        async def main_answers() -> bool:
+            return "Main." in (await service.ask(opened.key, "a", "Next.", "b")).text
+
+        await until(main_answers, 20)
+        assert (await service.show(opened.session.session_id)).pool == "policy"

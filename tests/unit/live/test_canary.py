@@ -10,7 +10,7 @@ import pytest
 from api_schemas.sessions import Canary
 from rollout_service.base.errors import ConfigurationError, InvalidFieldError
 from rollout_service.live import canary as module
-from rollout_service.live.canary import Canaries
+from rollout_service.live.canary import ABANDONED_SECONDS, Canaries
 
 SESSIONS = [f"s-{number}" for number in range(2_000)]
 
@@ -76,6 +76,21 @@ async def test_after_a_removal_the_pool_of_a_candidate_is_still_known(tmp_path):
     again = opened(tmp_path)
     assert not chosen(again)
     assert (again.main_of("next"), again.main_of("policy")) == ("policy", "policy")
+
+
+async def test_a_candidate_without_engines_is_abandoned_after_a_while(tmp_path):
+    engines = {"next"}
+    canaries = Canaries(tmp_path / "canary.json", engines.__contains__)
+    await canaries.set(canary(1.0))
+    await canaries.remove("policy")
+    assert canaries.abandoned(0.0) == {}
+    engines.clear()
+    assert canaries.abandoned(10.0) == canaries.abandoned(9.0 + ABANDONED_SECONDS) == {}
+    assert canaries.abandoned(10.0 + ABANDONED_SECONDS) == {"next": "policy"}
+    engines.add("next")
+    assert canaries.abandoned(11.0 + ABANDONED_SECONDS) == {}
+    engines.clear()
+    assert canaries.abandoned(12.0 + ABANDONED_SECONDS) == {}
 
 
 async def test_a_candidate_that_becomes_a_main_pool_is_one_of_its_own(tmp_path):

@@ -12,6 +12,7 @@ import pytest
 
 from api_schemas.errors import ErrorInfo
 from api_schemas.exports import ExportedSample, RescoreRun
+from api_schemas.nodes import NodeState
 from api_schemas.rollouts import Rollout, RolloutRequest
 from api_schemas.rollouts.sessions import Hint, MaskReason, RolloutKind, Teacher
 from api_schemas.runs import Batch, RunState
@@ -20,7 +21,7 @@ from rollout_service.base.errors import InvalidFieldError
 from rollout_service.live.judging.teacher import TeacherReading
 from rollout_service.live.parts.deletion import SessionDeletion
 from rollout_service.live.parts.delivery import PartDelivery
-from rollout_service.live.parts.environment import SessionParts
+from rollout_service.live.parts.environment import LOST_SECONDS, PartGoneError, SessionParts
 from rollout_service.live.serving import views
 from rollout_service.live.sessions import LiveSessions
 from rollout_service.live.sqlite.store import SqliteLiveStore
@@ -28,7 +29,9 @@ from rollout_service.pipeline.attempt import ElsewhereError
 from rollout_service.runs.api import RunExporter, RunService
 from rollout_service.runs.rescore import Rescorer
 from rollout_service.settings.live import LiveSettings
+from rollout_service.store.cluster_contract import NodeRecord, NodeReport
 from rollout_service.tokens import check_invariants
+from tests.support.clocks import ManualClock
 from tests.support.live.parts import LiveBench, live_bench
 from tests.support.live.store import explicit, judged
 from tests.unit.live.test_replay import RENDERER
@@ -509,6 +512,15 @@ async def test_a_teacher_is_asked_only_for_runs_that_want_it():
             await bench.store.runs.update(run_id, state=RunState.ENDED)
 
 
+class Nodes:
+    """The node `here`, in some state or gone."""
+
+    state: NodeState | None = None
+
+    async def nodes(self) -> list[NodeRecord]:
+        return [] if self.state is None else [NodeRecord(NodeReport("here", "owner"), self.state, 0.0)]
+
+
 @pytest.mark.slow
 async def test_a_part_waits_for_the_node_that_has_its_session():
     async with live_bench() as bench:
@@ -523,5 +535,19 @@ async def test_a_part_waits_for_the_node_that_has_its_session():
             with pytest.raises(ElsewhereError):
                 await parts.open(lease.request)
         assert [part.rollout_id for part in await bench.live.parts()] == [None]
+        cluster, clock = Nodes(), ManualClock(0.0)
+        parts = SessionParts(bench.live, bench.store.runs, lambda _: RENDERER, None, "there", cast(Any, cluster), clock)
+        for seconds, state, error in (
+            (0, NodeState.READY, ElsewhereError),
+            (0, NodeState.DEAD, ElsewhereError),
+            (LOST_SECONDS - 1, None, ElsewhereError),
+            (1, None, PartGoneError),
+            (0, NodeState.DRAINING, ElsewhereError),
+            (LOST_SECONDS, NodeState.DEAD, ElsewhereError),
+        ):
+            clock.now += seconds
+            cluster.state = state
+            with pytest.raises(error):
+                await parts.open(lease.request)
         here = SessionParts(bench.live, bench.store.runs, lambda _: RENDERER, node="here")
         assert (await here.open(lease.request)).info.session_id == "s"
