@@ -156,8 +156,8 @@ class JudgedHints:
             poll = await self.judge.poll(self.rubric, instance, texts, keep_texts=True)
         except NoBackendError as error:
             return FoundHint(None, error.code, away=error)
-        if (error := outage(poll.votes)) is not None:
-            return FoundHint(None, "judge_failed", away=error)
+        if (failure := outage(poll.votes)) is not None:
+            return FoundHint(None, "judge_failed", away=failure)
         proposed = candidates(poll.votes)
         if not proposed:
             valid = any(vote.label is not None for vote in poll.votes)
