@@ -30,17 +30,18 @@ from rollout_service.judging.contract import Judge, Vote
 from rollout_service.judging.rubric import Rubric, without_reasoning
 from rollout_service.live.contract import TurnRecord
 from rollout_service.live.judging.overrides import Overrides
-from rollout_service.live.judging.stage import JudgeStage, OnMark
-from rollout_service.live.judging.teacher import share_vocabulary
-from rollout_service.live.judging.turn_judge import (
+from rollout_service.live.judging.stage import (
     USABLE,
     FoundHint,
+    JudgeStage,
+    OnMark,
     TurnJudge,
     hint_rubric,
     outage,
     question,
     value_rubric,
 )
+from rollout_service.live.judging.teacher import share_vocabulary
 from rollout_service.live.replay import TurnPrompt, prompt_of
 from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.settings.live import LiveJudgeSettings

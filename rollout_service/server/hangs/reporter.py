@@ -1,6 +1,8 @@
 """Reports hangs: an event, and a line of the log with the stack, for each beginning and each end.
 
 Reporting waits for nothing; events are written in order in the background, or the last `MAX_EVENTS` wait for the store.
+Problems that no step waits for are reported alike: runs that cannot go on or deliver nothing, and engines with
+unexpected weights.
 """
 
 from __future__ import annotations
@@ -8,19 +10,60 @@ from __future__ import annotations
 from collections import deque
 from datetime import UTC, datetime
 from functools import partial
+from typing import Final
 
 import structlog
 from pydantic import JsonValue
 
+from api_schemas.errors import ErrorInfo
 from api_schemas.events import EventKind
+from api_schemas.inference import BackendView
+from api_schemas.runs import RunState
 from api_schemas.views.hangs import HangFinding, HangVerdict
 from rollout_service.base.signals import ResettableEvent
+from rollout_service.engines.pool.backend_handle import OTHER_VERSION_HINT
 from rollout_service.server.hangs.heartbeat import BlockedLoop, lines_of
-from rollout_service.server.hangs.problems import RUN, WEIGHTS
 from rollout_service.store.contract import Store
 from rollout_service.store.retrying import retry_until_stored
+from rollout_service.store.runs_contract import RunRecord
 
 log = structlog.get_logger(__name__)
+
+RUN: Final = "run"
+WEIGHTS: Final = "weights"
+
+
+def problem_of_run(run: RunRecord, problem: ErrorInfo) -> HangFinding:
+    goes_on = run.state is RunState.RUNNING
+    said = "delivers nothing, but goes on" if goes_on else "cannot go on"
+    return HangFinding(
+        finding_id="",
+        verdict=HangVerdict.SLOW if goes_on else HangVerdict.STUCK,
+        kind=RUN,
+        subject=run.run_id,
+        since=datetime.now(UTC),
+        seconds=0.0,
+        message=f"the run {run.run_id} {said}: {problem.message}",
+        hint=problem.hint or "Resume it once that is mended, or end it.",
+        detail={"code": problem.code, "boundary": problem.boundary},
+    )
+
+
+def problem_of_engine(view: BackendView) -> HangFinding:
+    return HangFinding(
+        finding_id="",
+        verdict=HangVerdict.SLOW,
+        kind=WEIGHTS,
+        subject=view.backend_id,
+        since=datetime.now(UTC),
+        seconds=0.0,
+        responds=True,
+        message=f"the engine {view.backend_id} samples with version {view.sampled_version} of the weights, but was "
+        f"given version {view.weight_version}",
+        hint=OTHER_VERSION_HINT,
+        detail={"pool": view.pool, "version": view.sampled_version, "given": view.weight_version},
+    )
+
 
 MAX_EVENTS = 256
 LINES = {

@@ -39,8 +39,7 @@ from rollout_service.server.hangs.heartbeat import (
     LastReport,
     LoopHeartbeat,
 )
-from rollout_service.server.hangs.problems import RUN, WEIGHTS, problem_of_engine, problem_of_run
-from rollout_service.server.hangs.reporter import HangReporter
+from rollout_service.server.hangs.reporter import RUN, WEIGHTS, HangReporter, problem_of_engine, problem_of_run
 from rollout_service.server.hangs.rules import LOOK_SECONDS
 from rollout_service.server.hangs.verdicts import StepDurations, Verdicts
 from rollout_service.server.hangs.waits import StepWait, at, oldest_of_stages, view, waits_of

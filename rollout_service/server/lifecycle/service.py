@@ -46,8 +46,8 @@ from rollout_service.runs.api import RunExporter, RunService
 from rollout_service.runs.rescore import Rescorer
 from rollout_service.server.events import EventTail
 from rollout_service.server.hangs import HangWatch
+from rollout_service.server.lifecycle.engines import Live
 from rollout_service.server.lifecycle.foundation import ServiceClock
-from rollout_service.server.lifecycle.live import Live
 from rollout_service.server.lifecycle.membership import Suitability
 from rollout_service.server.overview import OverviewFeed
 from rollout_service.server.trajectories import TrajectoryViewer

@@ -23,8 +23,7 @@ from rollout_service.cluster.membership import ClusterNodes
 from rollout_service.pipeline.context import AttemptContext
 from rollout_service.runs import ManagerOf
 from rollout_service.server.hangs import HangWatch
-from rollout_service.server.overview.bottleneck import StageLoads, bottleneck
-from rollout_service.server.overview.next_node import next_node
+from rollout_service.server.overview.bottleneck import StageLoads, bottleneck, next_node
 from rollout_service.server.overview.outcomes import WINDOW_SECONDS, BackendFigures, Outcomes, success_share
 from rollout_service.server.overview.stages import stage_overviews, stages_of_all
 from rollout_service.store.rules import dropped_counts

@@ -11,8 +11,7 @@ from rollout_service.judging.judge import PoolJudge
 from rollout_service.judging.metrics import JudgeMetrics
 from rollout_service.live.contract import TurnMarkRecord, TurnRecord
 from rollout_service.live.judging.overrides import Overrides
-from rollout_service.live.judging.stage import JudgeStage
-from rollout_service.live.judging.turn_judge import FindHint, TurnJudge, value_rubric
+from rollout_service.live.judging.stage import FindHint, JudgeStage, TurnJudge, value_rubric
 from rollout_service.settings.live import LiveJudgeSettings
 from tests.support.sampling import ScriptedSampler
 

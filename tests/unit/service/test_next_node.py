@@ -13,7 +13,7 @@ from api_schemas.rollouts import RolloutState, Stage
 from api_schemas.rollouts.steps import StepKind
 from api_schemas.views.hangs import HangFinding, HangVerdict
 from api_schemas.views.overview import Bottleneck, BottleneckKind, Overview
-from rollout_service.server.overview.next_node import next_node
+from rollout_service.server.overview.bottleneck import next_node
 from rollout_service.server.overview.stages import stages_of_all
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)

@@ -15,8 +15,7 @@ from pydantic import JsonValue
 from api_schemas.events import Event, EventKind
 from api_schemas.rollouts.stages import Stage
 from api_schemas.rollouts.steps import AttemptSteps, RolloutAttempts, StepKind
-from rollout_service.observability.tracing.perfetto import RolloutTrace
-from rollout_service.observability.tracing.perfetto.trace import Lanes, Nesting
+from rollout_service.observability.tracing.perfetto import Lanes, Nesting, RolloutTrace
 
 BEGAN = 1_700_000_000.0
 K = StepKind

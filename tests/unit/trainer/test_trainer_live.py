@@ -26,7 +26,7 @@ from rollout_service.engines.shipped import policy_folder
 from rollout_service.judging.contract import Vote, VoteOutcome
 from rollout_service.live.contract import NextStateRecord
 from rollout_service.live.judging.factory import HEADER, candidates
-from rollout_service.live.judging.turn_judge import hint_rubric, question, value_rubric
+from rollout_service.live.judging.stage import hint_rubric, question, value_rubric
 from rollout_service.settings.live import LiveJudgeSettings
 from rollout_service.testing import Shape, write_random_checkpoint
 from rollout_service.tokens import ChatRenderer

@@ -36,7 +36,7 @@ from rollout_service.engines.pool.weights import controller
 from rollout_service.engines.pool.weights.outcomes import check_weights_outcome
 from rollout_service.engines.pool.weights.process_groups import ProcessGroups, buckets
 from rollout_service.engines.pool.weights.state import PoolState
-from rollout_service.server.hangs.problems import problem_of_engine
+from rollout_service.server.hangs.reporter import problem_of_engine
 from rollout_service.testing import Counting, Fault, ScriptedEngine, ScriptedVllm
 from tests.support.engines.pools import OPTIONS, answering, is_exact, request, running, states, weights_in
 from tests.support.tokens.characters import session

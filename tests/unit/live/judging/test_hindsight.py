@@ -29,8 +29,8 @@ from rollout_service.live.judging.factory import (
     positions,
     with_hint,
 )
+from rollout_service.live.judging.stage import hint_rubric
 from rollout_service.live.judging.teacher import TeacherReader
-from rollout_service.live.judging.turn_judge import hint_rubric
 from rollout_service.live.replay import TurnPrompt
 from rollout_service.settings.live import LiveJudgeSettings
 from rollout_service.tokens import ChatRenderer

@@ -9,8 +9,7 @@ from api_schemas.rollouts.sessions import Hint, MarkReason, TurnKind
 from rollout_service.base.errors import StoreError
 from rollout_service.engines.errors import BackendUnreachable
 from rollout_service.live.contract import TurnMarkRecord, TurnRecord, UnjudgedTurn
-from rollout_service.live.judging.stage import JudgeStage
-from rollout_service.live.judging.turn_judge import FoundHint
+from rollout_service.live.judging.stage import FoundHint, JudgeStage
 from rollout_service.live.sqlite.store import SqliteLiveStore
 from tests.support.live.judge import MarksSeen, ServedPools, a_judge, judging
 from tests.support.live.store import a_session, a_state, a_turn, explicit

@@ -16,7 +16,7 @@ from rollout_service.judging.contract import Vote, VoteOutcome
 from rollout_service.live.contract import NextStateRecord, TurnRecord
 from rollout_service.live.judging import overrides
 from rollout_service.live.judging.overrides import Overrides
-from rollout_service.live.judging.turn_judge import (
+from rollout_service.live.judging.stage import (
     VALUES,
     FoundHint,
     hint_rubric,

@@ -17,18 +17,16 @@ from pydantic import JsonValue
 
 from api_schemas.events import Event
 from api_schemas.rollouts.steps import AttemptSteps, RolloutAttempts, StepKind
-from rollout_service.observability.tracing.perfetto.engines import (
+from rollout_service.observability.tracing.perfetto_events import (
     COUNTER_POINTS,
-    SECOND,
-    UNKNOWN,
-    EngineCalls,
-    WeightUpdates,
-)
-from rollout_service.observability.tracing.perfetto.events import (
     ENGINES,
     ROLLOUTS,
     SANDBOXES,
+    SECOND,
+    UNKNOWN,
+    EngineCalls,
     TraceEvents,
+    WeightUpdates,
     Write,
 )
 
