@@ -10,7 +10,6 @@ from prometheus_client import CollectorRegistry
 from pydantic import HttpUrl
 
 from api_schemas.inference import BackendSpec
-from api_schemas.rollouts.sessions import MarkReason
 from api_schemas.trajectories import Message
 from rollout_service.engines.contract import (
     GenerateRequest,
@@ -34,7 +33,7 @@ from rollout_service.live.replay import LIVE, pack
 from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.settings.live import LiveJudgeSettings
 from rollout_service.store.file_backends import FileBackends
-from rollout_service.testing import Fault, ScriptedEngine
+from rollout_service.testing import ScriptedEngine
 from rollout_service.tokens import ChatRenderer
 from tests.support.gateway.echoing import write
 from tests.support.gateway.service import POLICY, scripted
@@ -86,18 +85,6 @@ async def judge_it(store: SqliteLiveStore, serving: PolicyServing, **settings: o
     return mark
 
 
-async def test_engines_vote_and_a_value_comes_of_it(tmp_path: Path) -> None:
-    async with (
-        scripted("It is a complaint. \\boxed{-1}") as judge,
-        serving_pools(tmp_path, judge=judge) as serving,
-        recorded_turn("no, <|im_end|> end with = \\boxed{1}") as store,
-    ):
-        mark = await judge_it(store, serving)
-    assert (mark.value, mark.reason, mark.source) == (-1.0, MarkReason.MAJORITY, "judge")
-    assert mark.judge is not None
-    assert mark.judge.model.startswith(str(POLICY))
-
-
 async def test_a_hint_is_rendered_into_the_recorded_prompt_and_a_teacher_reads_the_answer_after_it(
     tmp_path: Path,
 ) -> None:
@@ -120,16 +107,6 @@ async def test_a_hint_is_rendered_into_the_recorded_prompt_and_a_teacher_reads_t
         assert reading.teacher.model.startswith(str(POLICY))
 
 
-async def test_a_teacher_that_leaves_logprobs_out_is_no_teacher(tmp_path: Path) -> None:
-    async with scripted("4") as policy, serving_pools(tmp_path, policy=policy) as serving:
-        for fault in (Fault.NO_EXTRAS, Fault.SHORT_EXTRAS):
-            policy.inject(fault, 10)
-            reading = await TeacherReader(serving).read("policy", [1, 2, 3], OUTPUT)
-            assert reading.teacher is None
-            assert reading.reason
-            policy._faults.clear()
-
-
 async def test_without_a_hint_the_policy_teaches_itself_nothing(tmp_path: Path) -> None:
     async with EmbeddedEngine(POLICY) as policy, serving_pools(tmp_path, policy=policy) as serving:
         prompt = RENDERER.render([Message(role="user", content="What is 2 + 2?")])
@@ -140,18 +117,3 @@ async def test_without_a_hint_the_policy_teaches_itself_nothing(tmp_path: Path) 
     assert reading.teacher is not None, reading.reason
     assert reading.teacher.logprobs == pytest.approx(turn.logprobs, abs=1e-3)
     assert reading.teacher.model == f"{POLICY}@0"
-
-
-async def test_of_two_hints_the_engines_choose_by_overlap(tmp_path: Path) -> None:
-    one, other = ("Answer with the number alone.", "Tell a long story about it first, please.")
-    says = [f"[HINT_START]{hint}[HINT_END] \\boxed{{1}}" for hint in (one, other)]
-    async with (
-        scripted(*says) as judge,
-        EmbeddedEngine(POLICY) as policy,
-        serving_pools(tmp_path, judge=judge, policy=policy) as serving,
-        recorded_turn() as store,
-    ):
-        mark = await judge_it(store, serving, hints=True, hint_selection="overlap", overrides=["tool_error"])
-    assert mark.hint is not None, mark.hint_dropped
-    assert mark.hint.selected_by == "overlap"
-    assert mark.hint.text in (one, other)

@@ -124,19 +124,6 @@ async def test_consent_outlives_a_session_that_expires(tmp_path, form):
     await nothing_is_kept(tmp_path)
 
 
-async def test_consent_outlives_a_session_that_was_removed(tmp_path):
-    live = {"idle_seconds": 0.2, "retention_seconds": 0.2}
-    async with engine() as running, serving(tmp_path, running, live) as client:
-        await client.refuse_second()
-
-        async def removed() -> bool:
-            return not await client.service.store.sessions()
-
-        await until(removed)
-        assert await client.say(COMES_BACK["whole"]) == "no; reason=opted-out"
-    await nothing_is_kept(tmp_path)
-
-
 async def fail_for_want_of_an_engine(client: Client) -> None:
     await client.service.http.post("/v1/pause", json={"pool": "policy"})
     await client.say(REFUSED, 503, **NO)

@@ -1,15 +1,11 @@
 """Sessions under pauses, clients that go away at any byte, and a service that is killed: nothing is lost or doubled."""
 
 import json
-import signal
-import sqlite3
-from pathlib import Path
 from typing import Any
 
 import anyio
 import anyio.to_thread
 import httpx
-import pytest
 from anyio.abc import SocketStream
 
 from api_schemas.rollouts.sessions import MaskReason
@@ -20,7 +16,6 @@ from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.tokens import ChatRenderer
 from tests.support.gateway.service import END, POLICY, scripted
 from tests.support.live.service import LiveService, delivered, live_service
-from tests.support.processes import service as processes
 from tests.support.waiting import collect, until
 
 TEXT = "seven words are said in this answer"
@@ -180,44 +175,3 @@ async def test_an_answer_that_its_client_did_not_get_is_superseded(tmp_path):
         expected = RENDERER.encode(TEXT + END)
         assert ids[1] == expected
         assert ids[0] == expected[: len(ids[0])]
-
-
-@pytest.mark.extended("rollout_service/live/", "rollout_service/gateway/")
-async def test_a_killed_service_goes_on_with_what_clients_have_seen(tmp_path):
-    await anyio.to_thread.run_sync(_kill_and_go_on, tmp_path)
-    async with SqliteLiveStore(tmp_path / "state" / "live.sqlite3") as store:
-        turns = await store.turns("s")
-    ids = sampled(turns)
-    assert list(ids.values()) == [RENDERER.encode(f"Hello.{END}")] * 4
-    [segment] = rebuild(RENDERER, turns).trajectory().segments
-    assert sum(segment.loss_mask) == sum(map(len, ids.values()))
-    assert [turn.next_state is not None for turn in turns] == [True, True, True, False]
-
-
-def _kill_and_go_on(folder: Path) -> None:
-    key, messages = "", []
-    with processes.scripted_engine(folder, f"Hello.{END}", delay=0.0) as engine:
-        for number in range(4):
-            with processes.service(folder, engine.url) as server, httpx.Client(timeout=60) as http:
-                if not key:
-                    opened = http.post(f"{server.url}/v1/sessions", json={"session_id": "s", "train": True})
-                    key = opened.json()["key"]
-                messages.append({"role": "user", "content": f"Say it {number}."})
-                answer = _post(http, f"{server.url}/v1/chat/completions", key, messages)
-                messages.append({"role": "assistant", "content": answer})
-                server.stop(signal.SIGKILL)
-                server.ended(30)
-    with sqlite3.connect(folder / "state" / "live.sqlite3") as database:
-        assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
-    database.close()
-
-
-def _post(http: httpx.Client, url: str, key: str, messages: list[dict[str, str]]) -> str:
-    """Ask until the restarted service has its engine back."""
-    headers = {"authorization": f"Bearer {key}"}
-    while True:
-        answer = http.post(url, json={"model": "p", "messages": messages}, headers=headers)
-        if answer.status_code == 200:
-            content: str = answer.json()["choices"][0]["message"]["content"]
-            return content
-        assert answer.status_code == 503, answer.text

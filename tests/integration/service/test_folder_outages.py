@@ -181,17 +181,3 @@ def test_a_folder_that_is_lost_for_good_is_replaced_and_what_was_in_it_is_named(
         server.ended(30)
     with service(folder, engine, LOG + store) as server:
         assert server.counts() == {"completed": ROLLOUTS}, "it starts again, too"
-
-
-@LONG
-def test_a_state_folder_that_was_moved_is_reported_and_loses_nothing(folder, engine):
-    with service(folder, engine, LOG + FEW_AT_ONCE) as server:
-        server.submit_all(range(ROLLOUTS))
-        eventually(lambda: server.counts().get("completed", 0) >= 3, server.log_file, PATIENCE_SECONDS)
-        (folder / "state").rename(folder / "away")
-        holds_work(server, "was deleted or moved while it is open")
-        shutil.rmtree(folder / "state", ignore_errors=True)
-        (folder / "away").rename(folder / "state")
-        goes_on(server)
-        said = server.said_of_the_store()
-        assert said == ["the store fails"] * 2 + ["the store works again"] * 2, "that of live sessions, too"

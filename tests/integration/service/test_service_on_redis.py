@@ -15,7 +15,6 @@ from tests.support.processes.service import Running, eventually, scripted_engine
 from tests.support.redis_server import RedisServer, redis_server
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(150)]
-LONG = pytest.mark.extended("rollout_service/cluster/", "rollout_service/store/redis/")
 
 ENDED = {"completed", "failed", "cancelled"}
 
@@ -44,28 +43,6 @@ def terminal_events(server: RedisServer) -> Counter[str]:
         entries = client.xrange("{rollouts}:events")
     ends = [f for _, f in entries if f[b"k"] == b"rollout.state" and b'"completed"' in f[b"d"]]
     return Counter(fields[b"s"].decode() for fields in ends)
-
-
-@LONG
-def test_two_services_share_the_work_and_each_answers_for_all_of_it(tmp_path, own_redis):
-    with (
-        scripted_engine(tmp_path, delay=0.05) as engine,
-        node(tmp_path, "n1", engine, own_redis) as one,
-        node(tmp_path, "n2", engine, own_redis) as other,
-    ):
-        one.submit_all(range(20))
-        other.submit_all(range(20, 40))
-        eventually(lambda: all_ended(one, 40), one.log_file, 60)
-        assert other.counts() == {"completed": 40}
-        result = other.get("/v1/rollouts/r3")
-        assert (result["state"], result["reward"]) == ("completed", 1.0)
-        assert other.get("/v1/rollouts/r3/trajectory")["segments"]
-        nodes = one.get("/v1/nodes")
-        assert {each["node"] for each in nodes} == {"n1", "n2"}
-        for server in (one, other):
-            server.stop()
-            assert server.ended(30) == -signal.SIGTERM
-    assert terminal_events(own_redis) == Counter(f"r{n}" for n in range(40))
 
 
 def test_a_program_works_with_any_node_on_a_rollout_that_one_runs(tmp_path, own_redis):
@@ -105,23 +82,6 @@ def test_a_restarted_service_goes_on_with_what_it_had(tmp_path, own_redis):
         with node(tmp_path, "n1", engine, own_redis) as server:
             eventually(lambda: all_ended(server, 30), server.log_file, 60)
             assert server.counts() == {"completed": 30}
-    assert terminal_events(own_redis) == Counter(f"r{n}" for n in range(30))
-
-
-@LONG
-def test_a_service_holds_while_redis_is_away_and_goes_on_afterwards(tmp_path, own_redis):
-    with scripted_engine(tmp_path, delay=0.3) as engine, node(tmp_path, "n1", engine, own_redis) as server:
-        server.submit_all(range(30))
-        own_redis.kill()
-        eventually(lambda: server.ready().status_code == 503, server.log_file, 30)
-        said = server.ready().text
-        assert "Start Redis" in said
-        refused = httpx.get(f"{server.url}/v1/rollouts/r1")
-        assert (refused.status_code, refused.json()["code"]) == (503, "store_unavailable")
-        own_redis.start()
-        eventually(lambda: all_ended(server, 30), server.log_file, 90)
-        assert server.counts() == {"completed": 30}
-        eventually(lambda: server.ready().status_code == 200, server.log_file, 30)
     assert terminal_events(own_redis) == Counter(f"r{n}" for n in range(30))
 
 

@@ -30,7 +30,6 @@ from rollout_service.cluster.pool_commands import SharedCommands
 from rollout_service.engines.contract import GenerateRequest, SamplingOptions, new_request_id
 from rollout_service.engines.errors import (
     PoolFrozen,
-    UnknownPool,
     WeightsConflict,
     WeightsPartlyLoaded,
 )
@@ -167,16 +166,6 @@ async def test_backends_are_served_everywhere_and_removed_everywhere(
         await each.serves(0)
 
 
-async def test_backends_outlive_the_services_that_registered_them(
-    shared_redis: RedisServer, engines: list[CountingEngine]
-) -> None:
-    config = shared_redis.config()
-    async with member(config, "n1") as first:
-        await first.serving.register(BackendSpec(url=HttpUrl(engines[0].url)))
-    async with member(config, "n2") as second:
-        await second.serves(1, BackendState.READY)
-
-
 async def test_an_engine_that_did_not_answer_a_node_is_tried_again(
     shared_redis: RedisServer, engines: list[CountingEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,38 +282,6 @@ async def test_a_failure_at_one_engine_is_reported_and_takes_it_out_everywhere(
         assert each.versions() == [1, 1]
 
 
-async def test_another_node_completes_a_command_whose_coordinator_died(
-    shared_redis: RedisServer, engines: list[CountingEngine]
-) -> None:
-    config = shared_redis.config()
-    async with AsyncExitStack() as stack:
-        survivors = [await stack.enter_async_context(member(config, f"n{i}")) for i in (1, 2)]
-        for engine in engines:
-            await survivors[0].serving.register(BackendSpec(url=HttpUrl(engine.url)))
-        for each in survivors:
-            await each.serves(2, BackendState.READY)
-        engines[1].may_update = anyio.Event()
-        outcomes = []
-
-        async def update(each: Member) -> None:
-            outcomes.append(await each.serving.orders.update_weights(weights(1)))
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(update, survivors[0])
-            await until(lambda: sum(engine.updates for engine in engines) >= 2, 10)
-            [record] = await survivors[0].commands._store.pools()
-            assert record.is_open
-            # As if the coordinator were gone: its role is free, and what it has done is in one engine only.
-            leader = await survivors[0].cluster.leader("pool:policy")
-            assert leader is not None
-            await survivors[0].cluster.resign("pool:policy", leader.owner)
-            engines[1].may_update.set()
-        assert outcomes[0].version == 1
-        assert [each.ok for each in outcomes[0].outcomes] == [True, True]
-        for each in survivors:
-            await until(lambda each=each: each.versions() == [1, 1], 10)
-
-
 async def test_weights_for_a_frozen_pool_are_refused_before_any_node_holds_its_requests(
     members: list[Member], engines: list[CountingEngine]
 ) -> None:
@@ -345,11 +302,6 @@ async def test_weights_for_a_frozen_pool_are_refused_before_any_node_holds_its_r
     await until(lambda: all(each.pools["frozen-1"].paused for each in members), 5)
     assert not any(each.pools["policy"].paused for each in members)
     await members[2].serving.orders.resume(ResumeRequest(pool="frozen-1"))
-
-
-async def test_a_command_to_a_pool_without_backends_is_refused(members: list[Member]) -> None:
-    with pytest.raises(UnknownPool, match="judge"):
-        await members[0].serving.orders.pause(PauseRequest(pool="judge"))
 
 
 async def test_an_update_is_completed_when_the_service_that_carries_it_out_is_killed(

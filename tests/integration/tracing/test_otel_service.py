@@ -3,7 +3,6 @@
 import json
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -134,15 +133,3 @@ def test_a_collector_that_is_gone_harms_nothing(tmp_path, engine, monkeypatch):
 def count(server: Running, sample: str) -> float:
     lines = httpx.get(f"{server.url}/metrics").text.splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(sample))
-
-
-def test_nothing_is_imported_or_sent_unless_it_is_asked_for(tmp_path, engine, monkeypatch):
-    monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
-    monkeypatch.delenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", raising=False)
-    with service(tmp_path, None, config(engine)) as server:
-        assert run(server, order("r-1"), HEADERS)["state"] == "completed"
-        assert not any(engine.traceparents)
-        maps = Path(f"/proc/{server.process.pid}/task").iterdir()
-        names = {(task / "comm").read_text().strip() for task in maps}
-        assert not any("Otel" in name for name in names)
-        assert "rollout_trace_spans" not in httpx.get(f"{server.url}/metrics").text

@@ -129,17 +129,6 @@ async def test_a_tail_follows_a_store_that_has_lost_events(store):
     assert [event.event_id for event in await tail.after(6, 10)] == [7, 8, 9, 10]
 
 
-async def test_a_reader_that_looked_earlier_makes_nobody_read_again(store):
-    counting = CountingStore(store)
-    tail = EventTail(counting)  # type: ignore[arg-type]
-    for _ in range(10):
-        await store.record("run.changed", "run", {})
-    await tail.after(0, 10)
-    assert len(await tail.after(3, 5)) == 7
-    await tail.after(9, 10)
-    assert counting.reads == 1
-
-
 async def test_events_are_written_in_the_order_of_their_announcement(store, monkeypatch):
     monkeypatch.setattr("rollout_service.server.events.CLOSE_SECONDS", 60.0)
     announcer = Announcer(store)

@@ -16,6 +16,7 @@ UNNEEDED = {
     "aiohttp": "environments of OpenEnv",
     "jupyter_client": "the first Python session",
     "math_verify": "the environment math, in processes of its own",
+    "opentelemetry.sdk": "traces",
     "redis": "a store in Redis",
     "renderers": "the first backend",
     "rollout_service.authoring.attacks": "env attack",

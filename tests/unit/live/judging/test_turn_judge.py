@@ -81,22 +81,6 @@ async def test_a_rule_decides_and_the_judge_is_not_asked():
     assert sampler.prompts == []
 
 
-async def test_engines_that_are_gone_are_an_error_until_the_last_try():
-    judge = a_judge(ScriptedSampler(BackendUnreachable("gone")))
-    turn = a_turn(next_state=a_state())
-    with pytest.raises(BackendUnreachable):
-        await judge.mark(turn)
-    mark = await judge.mark(turn, is_last_try=True)
-    assert (mark.value, mark.reason, mark.votes) == (None, MarkReason.ALL_FAILED, Votes(failed=3))
-
-
-async def test_a_pool_without_an_engine_is_always_an_error():
-    sampler = ScriptedSampler(GOOD)
-    sampler.is_served = False
-    with pytest.raises(NoBackendError):
-        await a_judge(sampler).mark(a_turn(next_state=a_state()), is_last_try=True)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("text", INJECTIONS)
 async def test_what_a_next_state_says_of_the_verdict_has_no_effect(text):
@@ -180,24 +164,6 @@ def votes(*labels: str) -> list[Vote]:
 
 def failed(error: ServiceError) -> Vote:
     return Vote(VoteOutcome.FAILED, error=error)
-
-
-@pytest.mark.parametrize(
-    ("given", "value", "reason"),
-    [
-        (votes("1", "1", "-1"), 1.0, MarkReason.MAJORITY),
-        ([*votes("1"), LATE, UNREADABLE], 1.0, MarkReason.MAJORITY),
-        (votes("1", "1", "0", "-1"), 1.0, MarkReason.MAJORITY),
-        ([*votes("1", "-1"), LATE], 0.0, MarkReason.TIE),
-        ([LATE, LATE, LATE], None, MarkReason.TIMEOUT),
-        ([LATE, LATE, UNREADABLE], None, MarkReason.ALL_FAILED),
-        (votes("2", "7", "plus"), None, MarkReason.ALL_FAILED),
-        ([], None, MarkReason.ALL_FAILED),
-    ],
-)
-def test_the_most_valid_votes_decide(given, value, reason):
-    outcome = tally(given)
-    assert (outcome.value, outcome.reason) == (value, reason)
 
 
 @given(st.lists(st.sampled_from([*votes(*VALUES), LATE, UNREADABLE, *votes("9")])), st.randoms())

@@ -100,15 +100,6 @@ async def test_the_loops_are_idle_only_without_runs_and_turns():
         assert await are_idle(bench) == (False, False)
 
 
-async def test_texts_are_delivered_only_to_runs_that_ask_for_them():
-    async with live_bench() as bench:
-        await bench.create_run()
-        await bench.serve("s", [1.0])
-        await bench.drive()
-        batch = await bench.lease()
-        assert "said after" not in batch.model_dump_json()
-
-
 async def test_texts_are_hashed_in_threads(monkeypatch):
     class Noting:
         def sha256(self, data: bytes) -> Any:
@@ -353,20 +344,6 @@ async def test_turns_that_no_run_takes_are_dropped_in_the_end():
         bench.now += 100.0
         await bench.drive()
         assert (await bench.live.counts())["dropped:no_run"] == 1
-
-
-async def test_a_batch_is_filled_within_its_shares():
-    async with live_bench() as bench:
-        await bench.create_run(batch_size=4)
-        for number in range(8):
-            await bench.serve(f"a{number}", [1.0], user="a")
-        await bench.drive()
-        assert await bench.lease() is None
-        for user in "bcd":
-            await bench.serve(user, [1.0], user=user)
-        await bench.drive()
-        users = Counter(one.session.user for one in rollouts(await bench.lease()) if one.session)
-        assert users == {"a": 1, "b": 1, "c": 1, "d": 1}
 
 
 async def test_a_part_is_refused_to_rollouts_that_are_not_its_own():
