@@ -6,12 +6,8 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from anyio.from_thread import start_blocking_portal
-from typer.testing import CliRunner
 
-from api_schemas.rollouts import BranchPoint
-from api_schemas.runs import Batch
 from api_schemas.trajectories import Trajectory
-from rollout_service.cli import app
 from rollout_service.engines.shipped import policy_folder
 from rollout_service.testing import Replies, ScriptedEngine
 from rollout_service.tokens import check_invariants
@@ -62,13 +58,6 @@ def trajectory(running: Running, name: str) -> Trajectory:
     return found
 
 
-def test_a_branch_at_the_same_model_is_the_same_rollout(running: Running) -> None:
-    branch_of = {"rollout_id": "source", "turn": BRANCH, "train_prefix": True}
-    result = submit(running, rollout_id="same", branch_of=branch_of).raise_for_status().json()
-    assert (result["state"], result["branch_of"]) == ("completed", branch_of)
-    assert trajectory(running, "same") == trajectory(running, "source")
-
-
 def test_another_model_goes_on_in_a_sandbox_in_the_same_state(running: Running) -> None:
     branch_of = {"rollout_id": "source", "turn": BRANCH}
     submit(running, rollout_id="other", pool="other", branch_of=branch_of).raise_for_status()
@@ -110,29 +99,6 @@ def test_tools_that_answer_otherwise_each_time_fail_a_branch_that_does_not_reuse
     then, now = (json.loads(found.messages[2 * BRANCH + 2].content) for found in (source, branch))
     assert (then["lines"], now["lines"]) == (BRANCH, BRANCH)
     assert then["first"] != now["first"]
-
-
-def test_the_groups_of_a_run_are_trees(running: Running) -> None:
-    order = {
-        "run_id": "trees",
-        "source": {"kind": "inline", "tasks": [TASK]},
-        "group_size": 4,
-        "batch_size": 1,
-        "filters": [],
-        "branching": {"roots": 2, "at": "spread"},
-    }
-    httpx.post(f"{running.url}/v1/runs", json=order, timeout=60).raise_for_status()
-    leased = httpx.post(f"{running.url}/v1/runs/trees/lease", params={"timeout": 90}, timeout=120)
-    batch = Batch.model_validate_json(leased.raise_for_status().content)
-    samples = [sample.rollout for sample in batch.groups[0].samples]
-    points = [BranchPoint(rollout_id=f"trees.0.{root}", turn=2) for root in range(2)]
-    assert [one.branch_of for one in samples] == [None, None, *points]
-    for root, branch in zip(samples[:2], samples[2:], strict=True):
-        check_invariants(branch.trajectory)
-        assert branch.trajectory.segments[0].token_ids == root.trajectory.segments[0].token_ids
-        assert set(branch.trajectory.segments[0].turn_ids) == {-1, 2, 3}
-    shown = CliRunner().invoke(app, ["show", "trees.0.0", "--url", running.url])
-    assert shown.output.splitlines()[1:] == [f"branched at turn 2: trees.0.2, completed, reward {samples[2].reward:g}"]
 
 
 @pytest.mark.parametrize(

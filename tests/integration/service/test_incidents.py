@@ -144,14 +144,6 @@ def test_an_engine_that_hangs(folder, engine):
         is_unready(server, "is failed")
 
 
-def test_an_engine_that_answers_garbage(folder, engine):
-    with service(folder, engine.url, CALM) as server:
-        inject(engine, "garbage")
-        server.submit("r1")
-        names(server, "answered 200 with something other than JSON", *OUT)
-        is_unready(server, "something other than JSON")
-
-
 def test_weights_that_are_not_finite(folder, engine):
     with service(folder, engine.url, CALM) as server:
         inject(engine, "bad_logprob")
@@ -209,21 +201,6 @@ def test_a_full_disk(folder, engine, own_redis, disk):
         is_unready(server, "Free space")
 
 
-def test_a_state_folder_that_is_gone(folder, engine):
-    with service(folder, engine.url, CALM) as server:
-        (folder / "state").rename(folder / "away")
-        attempts = iter(range(1, 1_000))
-        names(
-            server,
-            "was deleted or moved",
-            "reasons",
-            "holds",
-            "store",
-            when=lambda: server.submit(f"r{next(attempts)}"),
-        )
-        is_unready(server, "was deleted or moved")
-
-
 @pytest.mark.redis
 def test_a_redis_that_is_gone(folder, engine, own_redis):
     with service(folder, engine.url, f'{CALM}[store]\nurl = "{own_redis.url}"\n') as server:
@@ -245,11 +222,3 @@ def test_a_clock_that_jumps(folder, engine, monkeypatch):
         names(server, "the clock of this host jumped, and is 7200 s behind", "warnings")
         assert "the clock of this host jumped" in " ".join(readiness(server)["warnings"])
         assert "the clock jumped" in server.log
-
-
-def test_a_default_pool_without_an_engine(folder, engine):
-    with service(folder, None, CALM) as server:
-        spec = {"url": engine.url, "pool": "judge"}
-        httpx.post(f"{server.url}/v1/backends", json=spec, timeout=60).raise_for_status()
-        names(server, "no backend of pool 'policy' is in service", "warnings")
-        assert readiness(server)["ready"]

@@ -72,15 +72,6 @@ async def names(cluster: ClusterStore) -> list[str]:
     return [node.report.name for node in await cluster.nodes()]
 
 
-async def test_a_node_is_a_member_for_as_long_as_it_runs(members):
-    one = Member(members.cluster)
-    async with one.joined() as membership:
-        assert membership.beat.is_member
-        assert one.beats[0].places == 4
-        assert await names(members.cluster) == ["n1"]
-    assert await names(members.cluster) == []
-
-
 async def test_a_node_follows_a_drain_and_its_end(members):
     one = Member(members.cluster)
     async with one.joined():

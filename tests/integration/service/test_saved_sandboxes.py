@@ -8,7 +8,6 @@ import pytest
 from api_schemas.trajectories import Trajectory
 from rollout_service.tokens import check_invariants
 from tests.support.processes.service import Running, eventually, scripted_engine, service
-from tests.support.redis_server import RedisServer
 from tests.support.turns import called, turn_of
 
 pytestmark = pytest.mark.apptainer
@@ -65,26 +64,6 @@ def test_a_rollout_goes_on_in_copies_of_its_sandbox(tmp_path: Path, shared: bool
                 assert running.get("/v1/rollouts/r1/trajectory")["tool_error_turns"] == [0]
                 assert running.metric('rollout_resumes_total{outcome="resumed",reason=""}') == 1
                 assert list(folder.iterdir()) == []
-
-
-def test_a_rollout_of_a_lost_node_goes_on_in_a_copy_on_another(tmp_path: Path, own_redis: RedisServer) -> None:
-    saved = tmp_path / "saved"
-    config = f"[store]\nurl = '{own_redis.url}'\n{CONFIG}save_folder = '{saved}'\n[cluster]\nname = "
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-    commands = [FIRST, *[f"echo $marks $(now) # {n}" for n in range(1, TURNS)]]
-    with scripted_engine(tmp_path, *map(call, commands), delay=0.4) as engine:
-        of_one = {"turns": TURNS, "sandbox": "apptainer"}
-        with service(tmp_path / "one", engine.url, f"{config}'one'\n", **of_one) as running:
-            running.submit("r1").raise_for_status()
-            crash(running, saves=2)
-            assert {path.parent.name for path in saved.glob("*/*")} == {"one"}, "a kill may leave the next file too"
-        with service(tmp_path / "two", engine.url, f"{config}'two'\n", **of_one) as running:
-            eventually(lambda: running.state("r1") in {"completed", "failed"}, running)
-            first, *later = outputs(running, "r1")
-            assert {text.split()[0] for text in later} == {first.strip()}
-            assert running.metric('rollout_resumes_total{outcome="resumed",reason=""}') == 1
-            assert list(saved.glob("*/*.sandbox")) == []
 
 
 def test_turns_after_the_last_copy_that_cannot_be_repeated_are_sampled_again(tmp_path: Path) -> None:

@@ -65,23 +65,3 @@ def test_nodes_hold_say_so_and_go_on_when_the_replica_takes_over(pair, nodes):
     assert ends(pair.replica) == Counter(ids)
     nodes[0].submit("after").raise_for_status()
     eventually(lambda: nodes[1].counts().get("completed") == len(ids) + 1, nodes)
-
-
-@pytest.mark.extended("rollout_service/store/redis/", "rollout_service/cluster/")
-def test_what_a_lagging_replica_lacks_is_run_again_and_nothing_stays_unfinished(pair, nodes):
-    ids = [f"r{number}" for number in range(12)]
-    for number, rollout_id in enumerate(ids):
-        nodes[number % 2].submit(rollout_id).raise_for_status()
-    eventually(lambda: nodes[0].counts().get("completed", 0) >= 2, nodes)
-    pair.primary.do("WAIT", 1, 10_000)
-    pair.cut_off()
-    before = ends(pair.replica)
-    nodes[0].submit("lost").raise_for_status()
-    eventually(lambda: sum(ends(pair.primary).values()) >= before.total() + 5, nodes)
-    pair.fail_over()
-    eventually(lambda: nodes[0].ready().status_code == nodes[1].ready().status_code == 200, nodes)
-    eventually(lambda: nodes[0].counts().get("completed") == len(ids), nodes)
-    assert ends(pair.replica) == Counter(ids)
-    assert httpx.get(f"{nodes[0].url}/v1/rollouts/lost", timeout=60).status_code == 404
-    assert nodes[0].submit("lost").status_code == 202, "its trainer submits it again"
-    eventually(lambda: nodes[1].counts().get("completed") == len(ids) + 1, nodes)

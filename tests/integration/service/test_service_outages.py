@@ -1,7 +1,6 @@
 """Whatever happens to Redis under a service, it says so, loses nothing, and goes on by itself afterwards."""
 
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -86,23 +85,6 @@ def broken(server: RedisServer, way: str) -> Iterator[None]:
     server.do(*breaks)
     yield
     server.do(*mends)
-
-
-@LONG
-def test_the_log_has_one_line_for_the_beginning_of_each_outage_and_one_for_its_end(folder, engine, own_redis):
-    config = f'log_format = "json"\n[store]\nurl = "{own_redis.url}"\n'
-    with service(folder, engine, config) as server:
-        for outage in range(2):
-            for number in range(20 * outage, 20 * outage + 20):
-                server.submit(f"r{number}").raise_for_status()
-            own_redis.kill()
-            eventually(lambda: server.ready().status_code == 503, server)
-            time.sleep(5)  # many calls are repeated
-            own_redis.start()
-            server.wait_until_ready()
-            last = 20 * outage + 19
-            eventually(lambda last=last: server.state(f"r{last}") == "completed", server)
-        assert server.said_of_the_store() == ["the store fails", "the store works again"] * 2
 
 
 def is_reported(server: Running, hint: str) -> bool:

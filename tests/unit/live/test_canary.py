@@ -42,6 +42,7 @@ async def test_the_candidate_gets_its_share_of_one_pool(tmp_path, share):
     await canaries.set(canary(share))
     assert len(chosen(canaries)) / len(SESSIONS) == pytest.approx(share, abs=0.03)
     assert not chosen(canaries, "other")
+    assert not chosen(opened(tmp_path, "next")), "no engine serves the candidate"
 
 
 async def test_raising_the_share_moves_no_session_back_and_lowering_it_moves_none_forth(tmp_path):
@@ -61,12 +62,6 @@ async def test_a_restart_changes_nothing_and_the_file_is_private(tmp_path):
     assert again.list() == [canary(0.4)]
     assert chosen(again) == chosen(canaries)
     assert stat.S_IMODE((tmp_path / "canary.json").stat().st_mode) == 0o600
-
-
-async def test_a_candidate_without_an_engine_gets_no_session(tmp_path):
-    canaries = opened(tmp_path, "next")
-    await canaries.set(canary(1.0))
-    assert not chosen(canaries)
 
 
 async def test_after_a_removal_the_pool_of_a_candidate_is_still_known(tmp_path):

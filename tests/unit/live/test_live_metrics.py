@@ -136,25 +136,18 @@ def test_values_are_counted_by_source_and_sign_and_timed():
     assert read["rollout_live_judge_seconds_sum",] == 5 * 6.0
 
 
-@pytest.mark.parametrize(
-    ("judge", "user", "agree"),
-    [(1.0, 0.2, "yes"), (-1.0, 1.0, "no"), (0.0, 0.0, "yes"), (0.0, 1.0, "no")],
-)
-def test_a_user_and_a_judge_agree_if_they_point_the_same_way(judge, user, agree):
-    registry = CollectorRegistry()
-    LiveMetrics(registry).compared(judged=judge, explicit=user)
-    assert samples(registry)["rollout_live_compared_total", agree] == 1
-
-
-def test_waiting_redactions_and_unrecorded_requests_are_counted():
+def test_agreement_waiting_redactions_and_unrecorded_requests_are_counted():
     registry = CollectorRegistry()
     metrics = LiveMetrics(registry)
+    for judge, user in ((1.0, 0.2), (0.0, 0.0), (-1.0, 1.0)):
+        metrics.compared(judged=judge, explicit=user)
     metrics.handed_over(12.0)
     metrics.held("policy", 3.0, refused=False)
     metrics.held("policy", 30.0, refused=True)
     metrics.redacted({"aws_key": 2, "email": 1})
     metrics.unrecorded("no-session")
     read = samples(registry)
+    assert [read["rollout_live_compared_total", agree] for agree in ("yes", "no")] == [2, 1]
     assert read["rollout_live_part_seconds_sum",] == 12
     assert read["rollout_live_held_seconds_sum", "policy", "served"] == 3
     assert read["rollout_live_held_seconds_count", "policy", "refused"] == 1

@@ -114,7 +114,9 @@ async def test_texts_are_hashed_in_threads(monkeypatch):
         await bench.create_run()
         await bench.serve("s", [1.0])
         await bench.drive()
-        assert rollouts(await bench.lease())[0].turn_marks[0].next_state is not None
+        batch = await bench.lease()
+        assert rollouts(batch)[0].turn_marks[0].next_state is not None
+        assert "said after" not in batch.model_dump_json(), "the run has not asked for texts"
         assert (await sessions.get("s")).turns[0].next_state is not None
     assert len(threads) == 2
     assert threading.current_thread() not in threads
@@ -277,23 +279,16 @@ async def test_a_deletion_that_was_cut_off_is_repeated_by_the_name_of_its_sessio
         assert await bench.lease() is None
 
 
-async def test_a_session_of_another_tenant_or_pool_is_left_alone():
-    async with live_bench() as bench:
-        await bench.create_run()
-        await bench.serve("theirs", [1.0], tenant="other")
-        await bench.serve("elsewhere", [1.0], pool="other")
-        await bench.drive()
-        assert await bench.live.parts() == []
-        assert (await bench.live.counts())["waiting"] == 2
-
-
-async def test_the_oldest_run_takes_a_session():
+async def test_the_oldest_run_takes_a_session_of_its_tenant_and_pool():
     async with live_bench() as bench:
         await bench.create_run("first")
         await bench.create_run("second")
+        await bench.serve("theirs", [1.0], tenant="other")
+        await bench.serve("elsewhere", [1.0], pool="other")
         await bench.serve("s", [1.0])
         await bench.drive()
-        assert [part.run_id for part in await bench.live.parts()] == ["first"]
+        assert [(part.session_id, part.run_id) for part in await bench.live.parts()] == [("s", "first")]
+        assert (await bench.live.counts())["waiting"] == 2
 
 
 async def test_parts_that_an_ended_run_did_not_get_go_to_the_next():

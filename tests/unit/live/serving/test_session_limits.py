@@ -118,21 +118,12 @@ def test_a_users_hash_is_the_same_after_a_restart_and_another_at_another_service
         UserHashes.load(tmp_path / "a")
 
 
-def test_users_of_two_tenants_are_two_users(tmp_path):
+def test_no_two_users_and_no_two_clients_have_one_hash(tmp_path):
     users = UserHashes.load(tmp_path / "salt")
+    clients = [("t", "chat", "vip:x1"), ("t", "chat:vip", "x1"), ("u", "chat", "vip:x1"), ("t", "chat", "vip:x1~2")]
     hashes = [users.hash(name, tenant) for name in ("alice", "default", "t") for tenant in ("default", "t", "u")]
+    hashes += [users.of_client(*client) for client in clients]
     assert len(set(hashes)) == len(hashes)
-
-
-def test_no_two_clients_have_one_hash(tmp_path):
-    users = UserHashes.load(tmp_path / "salt")
-    clients = [
-        ("t", "chat", "vip:x1"),
-        ("t", "chat:vip", "x1"),
-        ("u", "chat", "vip:x1"),
-        ("t", "chat", "vip:x1~2"),
-    ]
-    assert len({users.of_client(*client) for client in clients}) == len(clients)
 
 
 @given(at=st.floats(0, 2**40), session_id=st.text(min_size=1))
