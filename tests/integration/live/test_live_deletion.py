@@ -132,22 +132,6 @@ async def test_what_replaced_a_failed_rollout_is_deleted_too(bench):
     assert await bench.lease() is None
 
 
-async def test_what_waits_goes_and_what_is_leased_is_named(bench):
-    await bench.create_run()
-    await bench.serve("leased", [1.0], user="u")
-    await bench.drive()
-    assert await bench.lease() is not None
-    await bench.serve("waiting", [1.0], user="u")
-    await bench.drive()
-    deleted = await delete(bench, user="u")
-    assert [(part.session_id, part.batch_id) for part in deleted.leased] == [("leased", "run.b0")]
-    assert deleted.undelivered == 1
-    assert await bench.lease(key="another") is None
-    assert (await bench.store.runs.get("run")).count("dropped:deleted") == 1
-    names = [f"run.{number}.0" for number in range(2)]
-    assert await bench.store.save_steps([EncodedSteps(name, b"steps") for name in names]) == 0
-
-
 async def test_others_keep_what_they_have(bench):
     await bench.create_run()
     await bench.serve("s", [1.0], user="u")

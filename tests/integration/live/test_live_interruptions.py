@@ -16,7 +16,7 @@ from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.tokens import ChatRenderer
 from tests.support.gateway.service import END, POLICY, scripted
 from tests.support.live.service import LiveService, delivered, live_service
-from tests.support.waiting import collect, until
+from tests.support.waiting import until
 
 TEXT = "seven words are said in this answer"
 RENDERER = ChatRenderer.load(POLICY)
@@ -71,21 +71,6 @@ async def test_a_paused_pool_holds_a_request_and_then_refuses_it(tmp_path):
         assert (await service.show(opened.session.session_id)).counts.served == 1
         metrics = (await service.http.get("/metrics")).text
         assert 'rollout_live_held_seconds_count{outcome="refused",pool="policy"} 2.0' in metrics
-
-
-async def test_a_short_pause_is_waited_for_and_a_stream_kept_alive(tmp_path):
-    gateway = {"keep_alive_seconds": 0.1}
-    async with scripted(TEXT) as engine, live_service(tmp_path, [engine], gateway=gateway) as service:
-        opened = await service.open()
-        await pause(service, "pause")
-        answers: list[httpx.Response] = []
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(collect, answers, lambda: service.ask(opened.key or "", "a", stream=True))
-            await anyio.sleep(0.5)  # several signs of life
-            assert not answers
-            await pause(service, "resume")
-        assert answers[0].text.count(": keep-alive") >= 2
-        assert "[DONE]" in answers[0].text
 
 
 def request_bytes(key: str) -> bytes:

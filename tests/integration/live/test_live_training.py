@@ -7,10 +7,9 @@ import anyio.to_thread
 import pytest
 
 from api_schemas.runs import Batch
-from api_schemas.sessions import DeletedSessions
 from rollout_service.tokens import ChatRenderer, check_invariants
 from tests.support.gateway.service import END, POLICY, scripted
-from tests.support.live.service import LiveService, live_service, stored
+from tests.support.live.service import LiveService, live_service
 
 
 @pytest.fixture(params=["sqlite", pytest.param("redis", marks=pytest.mark.redis)])
@@ -90,18 +89,3 @@ async def test_nobody_submits_a_part_of_a_session(tmp_path):
         assert answer.status_code == 409
         assert "trains on live sessions" in answer.text
         assert (await service.http.post("/v1/runs/live/tasks", json={"tasks": [], "close": True})).is_success
-
-
-async def test_a_deleted_user_leaves_no_byte_and_what_was_leased_is_named(tmp_path):
-    async with scripted("Hello.", "Better?") as engine, live_service(tmp_path, [engine]) as service:
-        await create_run(service)
-        name = await talk(service, [1.0, -1.0], user="alice")
-        batch = await lease(service)
-        answer = await service.http.delete("/v1/sessions", params={"user": "alice"})
-        deleted = DeletedSessions.model_validate_json(answer.content)
-        assert (deleted.sessions, deleted.turns, deleted.undelivered) == (1, 2, 0)
-        assert [(part.session_id, part.batch_id) for part in deleted.leased] == [(name, batch.batch_id)]
-        left = stored(tmp_path)
-        for said in (b"question of a person", b"said about answer", b"Better?"):
-            assert said not in left
-        assert (await service.http.get(f"/v1/sessions/{name}")).status_code == 404

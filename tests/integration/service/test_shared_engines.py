@@ -29,7 +29,6 @@ from rollout_service.cluster.identity import ServiceIdentity
 from rollout_service.cluster.pool_commands import SharedCommands
 from rollout_service.engines.contract import GenerateRequest, SamplingOptions, new_request_id
 from rollout_service.engines.errors import (
-    PoolFrozen,
     WeightsConflict,
     WeightsPartlyLoaded,
 )
@@ -199,12 +198,6 @@ async def test_an_engine_that_redis_could_not_record_serves_nowhere_until_it_is_
             await other.serves(1, BackendState.READY)
 
 
-async def test_an_engine_that_one_node_cannot_reach_stays_registered(members: list[Member]) -> None:
-    with pytest.raises(Exception, match=r".+"):
-        await members[0].serving.register(BackendSpec(url=HttpUrl("http://127.0.0.1:9")))
-    assert all(len(each.serving.views()) == 2 for each in members)
-
-
 async def test_an_update_from_any_node_reaches_each_engine_once(
     members: list[Member], engines: list[CountingEngine]
 ) -> None:
@@ -280,28 +273,6 @@ async def test_a_failure_at_one_engine_is_reported_and_takes_it_out_everywhere(
     for each in members:
         await each.serves(2, BackendState.READY)
         assert each.versions() == [1, 1]
-
-
-async def test_weights_for_a_frozen_pool_are_refused_before_any_node_holds_its_requests(
-    members: list[Member], engines: list[CountingEngine]
-) -> None:
-    await members[0].serving.register(BackendSpec(url=HttpUrl(engines[0].url), pool="frozen-1"))
-    for each in members:
-        await each.serves(3, BackendState.READY)
-    commands = [engine.commands.copy() for engine in engines]
-    order = WeightsRequest(path="/weights", version=1, pool="frozen-1")
-    for each in members:
-        with pytest.raises(PoolFrozen, match="'frozen-1'"):
-            await each.serving.orders.update_weights(order)
-        with pytest.raises(PoolFrozen, match="'frozen-1'"):
-            await each.serving.orders.update_weights(order.model_copy(update={"force": True}))
-    assert [engine.commands for engine in engines] == commands
-    records = await members[0].commands._store.pools()
-    assert not any(record.number for record in records if record.pool == "frozen-1"), "nothing was asked"
-    await members[1].serving.orders.pause(PauseRequest(pool="frozen-1"))
-    await until(lambda: all(each.pools["frozen-1"].paused for each in members), 5)
-    assert not any(each.pools["policy"].paused for each in members)
-    await members[2].serving.orders.resume(ResumeRequest(pool="frozen-1"))
 
 
 async def test_an_update_is_completed_when_the_service_that_carries_it_out_is_killed(

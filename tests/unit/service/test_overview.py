@@ -187,18 +187,6 @@ async def test_nothing_is_made_while_nobody_asks():
     assert made == 2
 
 
-async def test_a_reader_that_comes_back_late_gets_the_next_at_once():
-    async def build() -> Overview:
-        return overview()
-
-    clock = ManualClock(1_000.0)
-    feed = OverviewFeed(build, clock)
-    first = await feed.after(0)
-    clock.now += 100
-    with anyio.fail_after(5):
-        assert (await feed.after(first.number)).number == first.number + 1
-
-
 async def test_a_reader_that_leaves_while_an_overview_is_made_takes_it_from_nobody():
     began, go = anyio.Event(), anyio.Event()
 

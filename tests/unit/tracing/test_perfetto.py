@@ -196,28 +196,6 @@ def test_each_pool_has_the_updates_of_all_its_engines():
     ]
 
 
-def test_rollouts_share_lanes_and_calls_share_slots_if_they_are_apart():
-    one, two, later = (attempt_of(*AGENT, us=9_500, at=at) for at in (0.0, 0.0005, 1.0))
-    events = trace_of(("r1", [one]), ("r3", [later]), ("r2", [two]))
-    names = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
-    assert sorted(names) == [
-        "e1 slot 1",
-        "e1 slot 2",
-        "e1 weights",
-        "lane 1",
-        "lane 2",
-        "sandbox lane 1",
-        "sandbox lane 2",
-    ]
-    working = [
-        (event["ts"], event["args"]["at work"])
-        for event in events
-        if event["ph"] == "C" and event["name"] == "rollouts"
-    ]
-    assert working[0] == (0, 2)
-    assert working[-1][1] == 0
-
-
 def test_sub_agents_and_tools_that_run_at_once_are_in_threads_beside_the_agent():
     steps: list[Step] = [
         (K.ENGINE, "e1", "", 0, 100, {"turn": 0}),

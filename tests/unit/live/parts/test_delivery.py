@@ -144,21 +144,6 @@ async def test_an_open_session_is_delivered_in_parts():
         assert first.session.closed_at is None
 
 
-async def test_sessions_of_one_task_become_a_group():
-    async with live_bench() as bench:
-        await bench.create_run(group_size=2, filters=[])
-        await bench.serve("alone", [1.0])
-        await bench.serve("a", [1.0], group="task")
-        await bench.serve("b", [-1.0], group="task", ended=False)
-        await bench.drive()
-        assert await bench.lease() is None
-        await bench.live.close_session("b", cast(Any, "explicit"), bench.now)
-        await bench.drive()
-        made = rollouts(await bench.lease())
-        assert sorted(one.session.session_id for one in made if one.session) == ["a", "b"]
-        assert sorted(one.reward for one in made if one.reward is not None) == [-1.0, 1.0]
-
-
 async def test_sessions_beyond_a_whole_group_wait_for_others():
     async with live_bench() as bench:
         whole = {"max_user_share": 1.0, "max_session_share": 1.0}
