@@ -192,16 +192,6 @@ def test_a_sandbox_that_runs_out_of_memory(folder, engine):
 
 
 @pytest.mark.redis
-def test_a_full_disk(folder, engine, own_redis, disk):
-    store = f'[store]\nurl = "{own_redis.url}"\nfolder = "{disk.folder / "shared"}"\n'
-    with service(folder, engine.url, CALM + store) as server:
-        assert server.submit("r0", wait=60).json()["state"] == "completed"
-        disk.fill()
-        names(server, "Free space", "reasons", "store")
-        is_unready(server, "Free space")
-
-
-@pytest.mark.redis
 def test_a_redis_that_is_gone(folder, engine, own_redis):
     with service(folder, engine.url, f'{CALM}[store]\nurl = "{own_redis.url}"\n') as server:
         own_redis.kill()

@@ -49,6 +49,7 @@ def test_the_use_of_sub_agents_is_counted_while_a_run_is_in_progress(metrics):
     metrics.set_run("pointers", {"open": 1}, 0.5)
     metrics.parallel.observe("pointers", [rollout(WIDE), rollout(DIRECT, 0.0), rollout(SERIAL, 0.5)])
     metrics.parallel.observe("pointers", [rollout(WIDE, None), rollout(None)])
+    metrics.parallel.observe("math", [rollout(None)])
     text = metrics.render().decode()
     for sample in (
         'rollouts_total{assigned="yes",run="pointers",solved="yes"} 1.0',
@@ -68,13 +69,9 @@ def test_the_use_of_sub_agents_is_counted_while_a_run_is_in_progress(metrics):
         'seconds_sum{kind="active",run="pointers"} 10.0',
     ):
         assert f"rollout_parallel_{sample}" in text
+    assert "math" not in text
     metrics.clear_run("pointers")
     assert 'run="pointers"' not in metrics.render().decode()
-
-
-def test_a_run_without_sub_agents_has_no_series_of_them(metrics):
-    metrics.parallel.observe("math", [rollout(None)])
-    assert "math" not in metrics.render().decode()
 
 
 def test_series_with_known_labels_exist_before_anything_has_happened(metrics):

@@ -155,26 +155,26 @@ def weights(events: list[dict[str, Any]]) -> list[tuple[str, str, int, int | Non
     ]
 
 
-def test_an_update_of_weights_whose_event_is_gone_is_marked_where_its_tokens_begin():
-    events = trace_of(("r1", [attempt_of(*AGENT, us=9_500)]))
-    assert weights(events) == [("e1 weights", "weights 2", 5_200, None)]
+MARKED = ("e1 weights", "weights 2", 5_200, None)
 
 
-def test_an_update_of_weights_is_a_slice_of_the_time_that_its_event_tells():
-    told = [updated(2, 0.004, seconds=0.001), updated(3, 0.0045, seconds=0.001), updated(4, 0.009)]
-    events = trace_of(("r1", [attempt_of(*AGENT, us=9_500)]), updates=told)
-    assert weights(events) == [
-        ("e1 weights", "weights 2", 3_000, 1_000),
-        ("e1 weights", "weights 3", 4_000, 500),
-        ("e1 weights", "weights 4", 9_000, 0),
-    ], "an update begins no earlier than the one before it ends"
-    assert {event["args"]["backends"] for event in events if event["name"] == "weights 3"} == {1}
-
-
-def test_updates_of_other_pools_and_times_are_left_out():
-    told = [updated(1, -5, seconds=1), updated(2, 0.001, pool="judge"), updated(3, 60, seconds=1)]
-    events = trace_of(("r1", [attempt_of(*AGENT, us=9_500)]), updates=told)
-    assert weights(events) == [("e1 weights", "weights 2", 5_200, None)]
+@pytest.mark.parametrize(
+    ("told", "shown"),
+    [
+        ([], [MARKED]),  # where its tokens begin, as the event is gone
+        ([updated(1, -5, seconds=1), updated(2, 0.001, pool="judge"), updated(3, 60, seconds=1)], [MARKED]),
+        (  # no update begins before the last one ends
+            [updated(2, 0.004, seconds=0.001), updated(3, 0.0045, seconds=0.001), updated(4, 0.009)],
+            [
+                ("e1 weights", "weights 2", 3_000, 1_000),
+                ("e1 weights", "weights 3", 4_000, 500),
+                ("e1 weights", "weights 4", 9_000, 0),
+            ],
+        ),
+    ],
+)
+def test_updates_of_weights_are_shown_if_they_are_of_the_pools_and_times_of_the_trace(told, shown):
+    assert weights(trace_of(("r1", [attempt_of(*AGENT, us=9_500)]), updates=told)) == shown
     assert weights(trace_of(updates=told)) == []
 
 
