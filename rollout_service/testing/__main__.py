@@ -19,7 +19,6 @@ _GREETING = '<tool_call>\n{"name": "bash", "arguments": {"command": "echo hello"
 
 def main(
     latency: Annotated[float, typer.Option("--latency", "--delay", min=0, help="Seconds per turn.")] = 0.0,
-    spread: Annotated[float, typer.Option(min=0, max=1, help="Share by which that varies, at random.")] = 0.0,
     turn: Annotated[list[str] | None, typer.Option(help="A turn's text; may be repeated.")] = None,
     model: Annotated[Path, typer.Option(help="Folder with the tokenizer.")] = _SHIPPED_POLICY,
     incremental: Annotated[bool, typer.Option(help="Stream each token once, not all of them in every chunk.")] = False,
@@ -42,7 +41,6 @@ def main(
         host=host,
         port=port,
     )
-    engine.spread = spread
     anyio.run(partial(serve, engine, address=address, port_file=port_file), backend_options={"use_uvloop": True})
 
 

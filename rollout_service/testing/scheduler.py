@@ -6,7 +6,6 @@ versions that sampled it.
 """
 
 import asyncio
-import random
 import time
 from contextlib import AsyncExitStack
 
@@ -26,8 +25,6 @@ class TurnScheduler:
     def __init__(self, script: Script, *, latency: float, hardware: Hardware | None) -> None:
         self.latency = latency
         """Seconds per turn, without simulated hardware."""
-        self.spread = 0.0
-        """The share by which that varies, at random."""
         self.version = "default"
         self.paused = False
         self.accelerator = Accelerator(hardware) if hardware else None
@@ -60,8 +57,7 @@ class TurnScheduler:
     async def _take_time(self, turn: EngineTurn) -> None:
         ids = turn.asked.ids
         if self.accelerator is None:
-            drawn = self.latency * random.uniform(1 - self.spread, 1 + self.spread)  # noqa: S311 - times
-            turn.seconds = drawn if turn.reply.seconds is None else turn.reply.seconds
+            turn.seconds = self.latency if turn.reply.seconds is None else turn.reply.seconds
             await self._sample(turn)
             return
         async with AsyncExitStack() as stack:

@@ -18,7 +18,6 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.resources import SERVICE_INSTANCE_ID, SERVICE_NAME, SERVICE_VERSION, Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
-from opentelemetry.sdk.trace.sampling import Sampler
 from opentelemetry.util.types import AttributeValue
 from prometheus_client import CollectorRegistry, Counter
 
@@ -95,15 +94,8 @@ class CountingProcessor(BatchSpanProcessor):
 
 
 class Exporter:
-    def __init__(
-        self,
-        registry: CollectorRegistry,
-        node: str,
-        exporter: SpanExporter | None = None,
-        sampler: Sampler | None = None,
-    ) -> None:
-        """Send the spans that `sampler` chooses through `exporter`; both default to what the variables say, over
-        OTLP/HTTP.
+    def __init__(self, registry: CollectorRegistry, node: str, exporter: SpanExporter | None = None) -> None:
+        """Send spans through `exporter`; by default over OTLP/HTTP, as the variables say.
 
         Raises:
             ValueError: A variable's value is wrong.
@@ -113,7 +105,7 @@ class Exporter:
         self.counts = SpanCounts(registry, size)
         self.ids = RolloutIds()
         self.provider = TracerProvider(
-            sampler, _resource(os.environ, node), shutdown_on_exit=False, id_generator=self.ids
+            resource=_resource(os.environ, node), shutdown_on_exit=False, id_generator=self.ids
         )
         counting = CountingExporter(self._exporter, self.counts)
         self.provider.add_span_processor(CountingProcessor(counting, self.counts, size))
