@@ -25,8 +25,7 @@ from api_schemas.events import EventKind
 from api_schemas.rollouts.steps import StepKind
 from api_schemas.views.hangs import HangFinding, HangVerdict, StackFrame, UsualTimes
 from rollout_service.server.hangs.holders import Holder
-from rollout_service.server.hangs.rules import OVERRUN_SECONDS, Signs
-from rollout_service.server.hangs.waits import StepWait, at
+from rollout_service.server.hangs.rules import OVERRUN_SECONDS, Signs, StepWait, at
 
 MAX_FRAMES = 60
 _ROOT = f"{Path(__file__).resolve().parents[3]}/"

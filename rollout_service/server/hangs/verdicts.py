@@ -19,8 +19,7 @@ from rollout_service.pipeline.context import AttemptContext
 from rollout_service.server.hangs.findings import Judged
 from rollout_service.server.hangs.holders import Holder, Holders
 from rollout_service.server.hangs.probes import EngineProbes, SandboxProbes, StoreProbe
-from rollout_service.server.hangs.rules import HELD_KINDS, UNSEEN, Signs, judge
-from rollout_service.server.hangs.waits import StepWait
+from rollout_service.server.hangs.rules import HELD_KINDS, UNSEEN, Signs, StepWait, judge
 
 KEPT = 500
 MAX_KEYS = 500

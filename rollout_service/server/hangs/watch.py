@@ -40,9 +40,8 @@ from rollout_service.server.hangs.heartbeat import (
     LoopHeartbeat,
 )
 from rollout_service.server.hangs.reporter import RUN, WEIGHTS, HangReporter, problem_of_engine, problem_of_run
-from rollout_service.server.hangs.rules import LOOK_SECONDS
+from rollout_service.server.hangs.rules import LOOK_SECONDS, StepWait, at, oldest_of_stages, view, waits_of
 from rollout_service.server.hangs.verdicts import StepDurations, Verdicts
-from rollout_service.server.hangs.waits import StepWait, at, oldest_of_stages, view, waits_of
 from rollout_service.store.runs_contract import RunRecord
 
 TICK_SECONDS = 1.0

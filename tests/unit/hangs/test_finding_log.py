@@ -16,8 +16,7 @@ from api_schemas.views.hangs import HangVerdict
 from rollout_service.activity import Activity, ActivityBoard, OpenStep, waits_for
 from rollout_service.server.hangs.findings import MAX_ROLLOUTS, FindingLog, Judged
 from rollout_service.server.hangs.reporter import problem_of_run
-from rollout_service.server.hangs.rules import UNSEEN
-from rollout_service.server.hangs.waits import StepWait, oldest_of_stages, waits_of
+from rollout_service.server.hangs.rules import UNSEEN, StepWait, oldest_of_stages, waits_of
 from rollout_service.server.hangs.watch import hang_metrics, oldest_in_stages
 from rollout_service.store.runs_contract import RunRecord
 

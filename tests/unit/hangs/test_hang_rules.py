@@ -26,9 +26,9 @@ from rollout_service.server.hangs.rules import (
     Signs,
     judge,
     patience,
+    waits_of,
 )
 from rollout_service.server.hangs.verdicts import ENOUGH, KEPT, MAX_KEYS, StepDurations, Verdicts, class_of
-from rollout_service.server.hangs.waits import waits_of
 from rollout_service.server.lifecycle.startup import make_stages
 from rollout_service.settings import PipelineSettings
 

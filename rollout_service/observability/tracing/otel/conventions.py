@@ -1,4 +1,4 @@
-"""The names of spans and attributes, as in OpenTelemetry's conventions for generative AI.
+"""The names and attributes of spans, as in OpenTelemetry's conventions for generative AI.
 
 Every name that leaves the service is here. The conventions are still in development and their Python constants are
 deprecated, so a release that renames something changes only this module.
@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import hashlib
 from typing import Final
+from urllib.parse import urlsplit
 
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+from opentelemetry.util.types import AttributeValue
 
+from api_schemas.inference import BackendView
 from api_schemas.rollouts.steps import StepKind
+from rollout_service.engines.contract import GenerateRequest, Generation
 
 # -- of the conventions --------------------------------------------------------
 
@@ -111,3 +115,45 @@ class RolloutIds(RandomIdGenerator):
     def generate_trace_id(self) -> int:
         chosen, self.next_trace = self.next_trace, None
         return super().generate_trace_id() if chosen is None else chosen
+
+
+# Attributes of requests to engines. Prompts and answers are never among them.
+
+_PORTS = {"http": 80, "https": 443}
+
+
+def server_attributes(backend: BackendView) -> dict[str, AttributeValue]:
+    parts = urlsplit(backend.url)
+    return {
+        PROVIDER: str(backend.kind),
+        SERVER_ADDRESS: parts.hostname or "",
+        SERVER_PORT: parts.port or _PORTS.get(parts.scheme, 0),
+    }
+
+
+def request_attributes(request: object) -> dict[str, AttributeValue]:
+    if not isinstance(request, GenerateRequest):
+        return {}
+    sampling = request.sampling
+    attributes: dict[str, AttributeValue] = {
+        REQUEST_TEMPERATURE: sampling.temperature,
+        REQUEST_TOP_P: sampling.top_p,
+        REQUEST_MAX_TOKENS: sampling.max_new_tokens,
+    }
+    if sampling.seed is not None:
+        attributes[REQUEST_SEED] = sampling.seed
+    return attributes
+
+
+def answer_attributes(answer: object) -> dict[str, AttributeValue]:
+    if not isinstance(answer, Generation):
+        return {}
+    attributes: dict[str, AttributeValue] = {
+        FINISH_REASONS: [str(answer.finish_reason)],
+        INPUT_TOKENS: answer.prompt_tokens,
+        OUTPUT_TOKENS: len(answer.output_ids),
+        CACHED_TOKENS: answer.cached_tokens,
+    }
+    if answer.versions:
+        attributes[WEIGHT_VERSION] = answer.versions[-1]
+    return attributes
