@@ -200,7 +200,8 @@ class LiveSessions:
 
     async def feedback(self, session_id: str, feedback: SessionFeedback) -> FeedbackAnswer:
         await self._register.known(session_id)
-        return await take_feedback(self.recording, session_id, feedback)
+        async with self._active.held(session_id):  # of two at once, the first stays
+            return await take_feedback(self.recording, session_id, feedback)
 
     async def expire(self) -> None:
         """Close idle and old sessions, move those of abandoned pools, and forget unused ones, until cancelled."""

@@ -15,21 +15,25 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
-from api_schemas.sessions import SessionRequest
-from rollout_service.base.errors import ConfigurationError, InvalidFieldError, StoreError
+from api_schemas.sessions import SessionFeedback, SessionRequest
+from rollout_service.base.errors import ConfigurationError, ConflictError, InvalidFieldError, StoreError
 from rollout_service.base.signals import ChangeSignal
 from rollout_service.engines.contract import GenerateRequest, Generation, TokenChunk, new_request_id
 from rollout_service.engines.errors import BackendRejected, NoBackendError
+from rollout_service.live.detectors import Detectors
 from rollout_service.live.metrics import LiveMetrics
+from rollout_service.live.recorder import RecordingParts
 from rollout_service.live.register import PoolHeldError, RateLimitedError, UserHashes
 from rollout_service.live.serving.app import TurnOptions, read_turn_options, split_session_path
 from rollout_service.live.serving.engines import HeldPool
 from rollout_service.live.serving.resolver import RequestRate
 from rollout_service.live.serving.views import decode_cursor, encode_cursor
 from rollout_service.live.sessions import LiveSessions
+from rollout_service.live.sqlite.store import SqliteLiveStore
 from rollout_service.settings.live import LiveSettings
 from tests.support.clocks import ManualClock
 from tests.support.gateway.manual_pool import ManualPool
+from tests.support.live.store import a_session, a_turn
 
 
 def taken(rate: RequestRate, user: str) -> bool:
@@ -258,6 +262,27 @@ async def test_a_pool_without_engines_is_told_as_one_to_wait_for(error, kind):
     async with waiting(5) as bench:
         bench.pool.calls[0].fail(error)
     assert type(bench.ended[0]) is kind
+
+
+async def test_of_two_ratings_at_once_one_stays_and_the_other_is_a_conflict():
+    none, answers, conflicts = cast(Any, None), [], []
+    async with SqliteLiveStore(":memory:") as store:
+        parts = RecordingParts(store, Detectors({}), none, LiveMetrics(CollectorRegistry()), none)
+        sessions = LiveSessions(LiveSettings(), store, none, none, parts, none, none)
+        await store.open(a_session())
+        await store.record(a_turn())
+
+        async def rate(value: float) -> None:
+            try:
+                answers.append((await sessions.feedback("s", SessionFeedback(value=value, turn=0))).value)
+            except ConflictError as error:
+                conflicts.append(error.context["value"])
+
+        async with anyio.create_task_group() as tasks:
+            for value in (1.0, -1.0):
+                tasks.start_soon(rate, value)
+        turn = await store.turn("s", 0)
+    assert [turn.mark.value] == answers == conflicts
 
 
 class Unprunable:
