@@ -123,8 +123,3 @@ async def live_service(
         if judge is not None:
             await server.client.add_backend(BackendSpec(url=HttpUrl(judging.url), pool="judge"))
         yield LiveService(server.client, folder, engine)
-
-
-def files_with(folder: Path, text: str) -> list[Path]:
-    """Return the files below a folder that contain a text, as UTF-8."""
-    return [file for file in folder.rglob("*") if file.is_file() and text.encode() in file.read_bytes()]
