@@ -6,7 +6,9 @@ attempt that is over is refused, so a program that outlives its attempt cannot e
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
+from hashlib import sha256
 
 import anyio
 
@@ -21,6 +23,8 @@ from rollout_service.environments.contract import Environment, EvaluateIn, Repla
 from rollout_service.environments.wrapped import WrappedEnvironment
 from rollout_service.episodes import Episode, GatewayAccess, Score
 from sandboxes.task_groups import open_task_group
+
+MAX_REMEMBERED = 10_000
 
 
 @dataclass(slots=True, eq=False)
@@ -37,11 +41,16 @@ class ExternalAgents:
 
     def __init__(self) -> None:
         self._agents: dict[str, ExternalAgent] = {}
+        self._accepted: OrderedDict[tuple[str, int | None], bytes] = OrderedDict()
+        """Hashes of reports, by rollout and attempt: a program whose answer was lost repeats its report."""
         self.changed = ChangeSignal()
 
     def begin(self, episode: Episode, access: GatewayAccess, model: str) -> ExternalAgent:
         agent = ExternalAgent(RolloutAccess(url=access.url, key=access.key, model=model, attempt=episode.attempt))
-        self._agents[episode.request.rollout_id or ""] = agent
+        rollout_id = episode.request.rollout_id or ""
+        self._agents[rollout_id] = agent
+        for attempt in (episode.attempt, None):  # of an earlier rollout with this id
+            self._accepted.pop((rollout_id, attempt), None)
         self.changed.notify()
         return agent
 
@@ -56,12 +65,14 @@ class ExternalAgents:
         return agent.access if agent is not None and agent.report is None else None
 
     def report(self, rollout_id: str, end: RolloutEnd) -> None:
-        """Accept a program's report; the same one may be sent again.
+        """Accept a program's report; the same one may be sent again, also after the attempt has ended.
 
         Raises:
             NotFoundError: No program works on this rollout here.
             ConflictError: Another report came before, or the attempt is over.
         """
+        if self.has_accepted(rollout_id, end):
+            return
         agent = self._agents.get(rollout_id)
         if agent is None:
             raise NotFoundError(
@@ -76,7 +87,20 @@ class ExternalAgents:
         if agent.report is not None and agent.report != end:
             raise ConflictError(f"another end of rollout {rollout_id} was reported before")
         agent.report = end
+        self._accepted[rollout_id, end.attempt] = _hash(end)
+        if len(self._accepted) > MAX_REMEMBERED:
+            self._accepted.popitem(last=False)
         agent.reported.set()
+
+    def has_accepted(self, rollout_id: str, end: RolloutEnd) -> bool:
+        """Return whether a report repeats an accepted one; without an attempt, it may be about the one at work."""
+        if end.attempt is None and rollout_id in self._agents:
+            return False
+        return self._accepted.get((rollout_id, end.attempt)) == _hash(end)
+
+
+def _hash(end: RolloutEnd) -> bytes:
+    return sha256(end.model_dump_json().encode()).digest()
 
 
 class ExternallyDriven(WrappedEnvironment):

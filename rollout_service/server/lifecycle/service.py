@@ -214,7 +214,7 @@ class Service:
             ConflictError: The rollout or the attempt is over, or another end was reported before.
         """
         rollout = await self.get(rollout_id)
-        if rollout.state.terminal:
+        if rollout.state.terminal and not self.external.has_accepted(rollout_id, end):
             raise ConflictError(
                 f"rollout {rollout_id} has ended: it is {rollout.state}", hint="Read its result instead."
             )

@@ -7,6 +7,7 @@ import anyio
 import pytest
 from fastapi import Request
 
+from api_schemas.external import RolloutEnd
 from api_schemas.rollouts import Rollout, RolloutState
 from api_schemas.rollouts.trees import NodeDetail
 from rollout_service.base.errors import ConflictError
@@ -39,6 +40,27 @@ async def test_a_known_rollout_is_returned_although_it_could_not_begin_any_more(
         assert (await it.submit(order(rollout_id="r"))).state is RolloutState.QUEUED
         with pytest.raises(ConflictError):
             await it.submit(order(NodeDetail.TOKENS, "r"))
+
+
+@pytest.mark.parametrize("attempt", [1, None])
+async def test_a_report_may_be_repeated_whatever_became_of_the_rollout(attempt):
+    async with await SqliteStore.open(":memory:") as store:
+        await store.submit(order(rollout_id="r"))
+        (lease,) = await store.claim("w", limit=1, lease_seconds=100)
+        it, report = service(store), RolloutEnd(reward=1.0, attempt=attempt)
+        episode, access = SimpleNamespace(request=order(rollout_id="r"), attempt=1), SimpleNamespace(url="", key="k")
+        agent = it.external.begin(episode, access, "policy")
+        await it.end("r", report)
+        assert agent.reported.is_set()
+        it.external.end("r")
+        await it.end("r", report)
+        await store.finish(lease, "w", rollout("r"))
+        await it.end("r", report)
+        with pytest.raises(ConflictError):
+            await it.end("r", RolloutEnd(reward=0.0, attempt=attempt))
+        again = it.external.begin(episode, access, "policy")  # of another rollout with this id
+        it.external.report("r", report)
+        assert again.reported.is_set()
 
 
 async def test_the_answer_after_a_wait_is_as_light_as_one_without():

@@ -156,8 +156,9 @@ async def end_rollout(service: ServiceDep, http: Request, rollout_id: RolloutId,
     """Report that the external agent of a rollout has ended.
 
     With a `reward`, that is the score. Without one, the environment scores the outcome: the `answer`, or the policy's
-    last text. With an `error`, the rollout fails. Any node takes it. Idempotent, as long as the agent's stage lasts. A
-    report about an attempt that is over, or that contradicts an earlier one, is a 409.
+    last text. With an `error`, the rollout fails. Any node takes it. The same
+    report may be sent again, to the same node also once the stage or the rollout has ended. Any other report about an
+    attempt that is over, or one that contradicts an earlier one, is a 409.
     """
     try:
         return as_json(await service.end(rollout_id, end), HTTPStatus.ACCEPTED)
