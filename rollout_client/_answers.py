@@ -70,8 +70,9 @@ def error_from(response: httpx.Response) -> ClientError:
         problem = Problem(title="Unavailable", status=status, detail=detail, code="unavailable", retryable=True)
     if "outcome" in problem.context and problem.code in ORDERS:
         return ORDERS[problem.code](problem)
-    # An engine's refusal stays the same, however often it is asked.
-    is_final = status == HTTPStatus.BAD_GATEWAY and not problem.retryable
+    # An engine's refusal and a wrong setting stay the same, however often they are asked for.
+    is_said = status == HTTPStatus.SERVICE_UNAVAILABLE and "retryable" in problem.model_fields_set
+    is_final = not problem.retryable and (is_said or status == HTTPStatus.BAD_GATEWAY)
     error = (ProblemError if is_final else PROBLEMS.get(status, ProblemError))(problem)
     if isinstance(error, UnavailableError):
         error.retry_after = _seconds(response.headers.get("retry-after", ""))

@@ -63,7 +63,7 @@ class RolloutClient(RolloutCalls, EngineCalls, ServiceCalls, SessionCalls, ListC
     """The service at one address. Use it as `async with RolloutClient(url, key) as client`.
 
     `patience_seconds` is how long a call is repeated while the server cannot be reached or cannot take it now (408,
-    429, 503, 504, or a 502 that may pass), as during a restart; 0 tries once. `ca_file` is a PEM file of certificates
+    429, 504, or a 502 or 503 that may pass), as during a restart; 0 tries once. `ca_file` is a PEM file of certificates
     to trust in addition to the system's, for a server whose certificate your own authority issued.
     """
 

@@ -7,7 +7,7 @@ ClientError
  |- ProxySettingsError     the proxy that the environment names cannot be used
  |- CaFileError            the file of certificates to trust cannot be used
  |- ProtocolError          a response that is not one of this API
- `- ProblemError           the server refused, or an engine (502); `.problem` is the problem document
+ `- ProblemError           the server refused, or an engine (502), or it cannot do this as it is set up (503); `.problem` is the problem document
      |- InvalidRequestError    400, 413, 422
      |- UnauthorizedError      401, 403
      |- NotFoundError          404
@@ -15,7 +15,7 @@ ClientError
      |- GoneError              410
      |- OrderError             engines did not carry out an order; `.outcome` has the answer of each
      |   `- WeightsError           ... to load weights
-     `- UnavailableError       408, 429, 502 if it may pass, 503, 504
+     `- UnavailableError       408, 429, 504, and 502 and 503 if they may pass
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ def rollout(rollout_id: str, state: RolloutState = RolloutState.COMPLETED) -> Ro
     return samples.rollout(rollout_id, state, reward=1.0 if state is RolloutState.COMPLETED else None)
 
 
-def problem(status: int, code: str = "some_code") -> httpx.Response:
-    body = Problem(title="No", status=status, detail=f"because of {code}", code=code)
+def problem(status: int, code: str = "some_code", *, retryable: bool = True) -> httpx.Response:
+    body = Problem(title="No", status=status, detail=f"because of {code}", code=code, retryable=retryable)
     return httpx.Response(status, content=body.model_dump_json())
 
 
@@ -99,11 +99,12 @@ async def test_submit_that_waits_says_for_how_long():
         (413, InvalidRequestError),
         (422, InvalidRequestError),
         (500, ProblemError),
-        (502, ProblemError),  # of an engine, and not retryable
+        (502, ProblemError),  # of an engine
+        (503, ProblemError),  # of wrong settings
     ],
 )
 async def test_a_refusal_is_typed_by_its_status_and_not_repeated(status, kind):
-    client, seen = answering(problem(status))
+    client, seen = answering(problem(status, retryable=False))
     async with client:
         with pytest.raises(kind, match="because of some_code") as caught:
             await client.get("r-1")
