@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, Literal
@@ -138,9 +138,9 @@ def user_messages(parts: Iterable[str | ClientMessage | None]) -> Iterator[Clien
 _NOT_IN_FINGERPRINT = frozenset({"stream", "stream_options"})
 
 
-def fingerprint(dialect: Dialect, body: Fields, lane: Lane, *other: str, limits: frozenset[str]) -> bytes:
+def fingerprint(dialect: Dialect, body: Fields, lane: Lane, *other: str, limits: Collection[str] = ()) -> bytes:
     """Hash a request without its limits of tokens: two share the hash if one repeats the other."""
-    left_out = _NOT_IN_FINGERPRINT | limits
+    left_out = {*_NOT_IN_FINGERPRINT, *limits}
     kept = {name: value for name, value in body.values.items() if name not in left_out}
     digest = hashlib.blake2b(orjson.dumps(kept, option=orjson.OPT_SORT_KEYS), digest_size=16)
     digest.update(orjson.dumps([dialect, lane.session, lane.agent, *other]))

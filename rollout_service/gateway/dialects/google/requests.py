@@ -107,6 +107,8 @@ def read_call(body: bytes, headers: Mapping[str, str], path: str) -> ModelCall:
     if not fields.items("contents"):
         invalid("contents", "is required, and must not be empty")
     lane = read_lane(headers)
+    unlimited = {name: value for name, value in options.values.items() if name != "maxOutputTokens"}
+    hashed = Fields({**fields.values, "generationConfig": unlimited})
     return ModelCall(
         dialect=Dialect.GOOGLE,
         model=model,
@@ -121,7 +123,7 @@ def read_call(body: bytes, headers: Mapping[str, str], path: str) -> ModelCall:
         requested=notes.requested,
         ignored=tuple(notes.ignored),
         lane=lane,
-        fingerprint=fingerprint(Dialect.GOOGLE, fields, lane, model, limits=frozenset()),
+        fingerprint=fingerprint(Dialect.GOOGLE, hashed, lane, model),
         size=len(body),
     )
 

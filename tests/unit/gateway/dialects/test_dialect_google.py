@@ -220,7 +220,7 @@ def test_a_request_to_count_tokens_may_wrap_another():
             "generationConfig.responseModalities",
         ),
         (
-            {"generationConfig": {"maxOutputTokens": "9"}},
+            {"generationConfig": {"maxOutputTokens": 0}},
             InvalidFieldError,
             "generationConfig.maxOutputTokens",
         ),
@@ -235,6 +235,13 @@ def test_what_cannot_be_read_is_named(change, error, path):
     told = json.loads(CODECS[Dialect.GOOGLE].error(caught.value).body)["error"]
     assert (told["code"], told["status"]) == (400, "INVALID_ARGUMENT")
     assert told["details"][0]["fieldViolations"][0]["field"] == path
+
+
+def test_a_repeated_request_may_have_another_limit():
+    first = read()
+    assert read(generationConfig={"maxOutputTokens": 9}).fingerprint == first.fingerprint
+    assert read(generation_config={"max_output_tokens": 7}).fingerprint == first.fingerprint
+    assert read(generationConfig={"stopSequences": ["x"]}).fingerprint != first.fingerprint
 
 
 def test_candidates_are_refused_in_a_stream_only():
