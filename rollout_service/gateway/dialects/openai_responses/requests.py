@@ -139,7 +139,7 @@ class ItemReader:
             return
         answer: FoldedAnswer | None = None
         for item in fields.objects("input"):
-            form = item.text("type") or "message"
+            form = item.text("type") or ("message" if "role" in item.values else "item_reference")
             if _is_of_answer(item, form):
                 if answer and form == "item_reference" and _key(item) != (answer.turn_key or _key(item)):
                     yield answer.message()

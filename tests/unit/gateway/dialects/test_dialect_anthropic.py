@@ -145,6 +145,7 @@ def test_tools_of_the_server_are_left_out_and_named():
         ({"tool_choice": {"type": "must"}}, InvalidFieldError, "tool_choice.type"),
         ({"tool_choice": {"type": "tool"}}, InvalidFieldError, "tool_choice.name"),
         ({"system": 4}, InvalidFieldError, "system"),
+        ({"max_tokens": 0}, InvalidFieldError, "max_tokens"),
     ],
 )
 def test_what_cannot_be_read_is_named(change, error, path):

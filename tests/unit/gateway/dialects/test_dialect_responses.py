@@ -101,7 +101,8 @@ def test_the_ids_of_items_name_the_turn_where_reasoning_does_not():
 
 def test_references_to_the_items_of_an_answer_are_one_message():
     ids = [f"rs_{KEY}_0", f"msg_{KEY}_1", f"fc_{KEY}_2", "msg_other_0"]
-    first, second = read(input=[HELLO, *[{"type": "item_reference", "id": one} for one in ids]]).messages[1:]
+    references = [{"type": "item_reference", "id": one} for one in ids[:2]] + [{"id": one} for one in ids[2:]]
+    first, second = read(input=[HELLO, *references]).messages[1:]
     assert (first.turn_key, first.references) == (KEY, {"reasoning", "text", "calls"})
     assert (second.turn_key, second.references) == ("other", {"text"})
 
@@ -159,6 +160,7 @@ def test_tools_that_the_client_found_stand_where_it_found_them():
         ({"tools": [{"type": "function"}]}, InvalidFieldError, "tools.0.name"),
         ({"text": {"format": {"type": "grammar"}}}, InvalidFieldError, "text.format.type"),
         ({"input": [{"type": "item_reference", "id": "msg-1"}]}, InvalidFieldError, "input.0.id"),
+        ({"max_output_tokens": 0}, InvalidFieldError, "max_output_tokens"),
         ({"instructions": []}, InvalidFieldError, "instructions"),
     ],
 )
