@@ -187,11 +187,13 @@ class TurnCapture:
             ContextOverflowError: The prompt is much longer than the context.
             TokenError: The messages cannot be rendered.
         """
-        messages = map_roles([self._resolved(message) for message in call.messages])
+        whole = tuple([self._resolved(message) if message.references else message for message in call.messages])
+        messages = map_roles(whole)
         head = Head.of(messages, call.tools)
         match = self._index.match(messages, head)
         if context_length is not None:
-            check_length(self.renderer, call, messages, match, context_length)
+            size = call.size if whole == call.messages else 0  # a short reference may stand for a long answer
+            check_length(self.renderer, call, messages, match, context_length, size)
         if (extended := self._extend(call, messages, match)) is not None:
             return PlannedTurn(self.renderer, call, extended, head, match, messages)
         cause = self._why(call, messages, match, head)
@@ -301,14 +303,11 @@ class TurnCapture:
 
     def _resolved(self, message: ClientMessage) -> ClientMessage:
         """Fill in the parts of an answer that the client names in the place of sending them."""
-        if not message.references:
-            return message
         if (turn := self._index.named(message.turn_key)) is None:
             raise InvalidFieldError.at("input", "refers to an item of no answer in this session: send the item itself")
         sent, named = turn.sent, message.references
         calls = tuple(ClientToolCall(one.id, one.name, one.arguments) for one in sent.calls)
-        return replace(
-            message,
+        return message._replace(
             text=sent.text if "text" in named else message.text,
             reasoning=sent.reasoning or None if "reasoning" in named else message.reasoning,
             calls=calls if "calls" in named else message.calls,

@@ -7,7 +7,7 @@ writes it; any other message by its content. The cost of a call is one hash for 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -72,7 +72,7 @@ def _untagged(message: ClientMessage) -> ClientMessage:
     thought, ended, text = message.text.lstrip().partition(_THOUGHT_ENDS)
     if not (ended and thought.startswith(_THOUGHT_BEGINS)):
         return message
-    return replace(message, text=text, reasoning=thought.removeprefix(_THOUGHT_BEGINS))
+    return message._replace(text=text, reasoning=thought.removeprefix(_THOUGHT_BEGINS))
 
 
 def same_calls(sent: SentAnswer, message: ClientMessage) -> bool:
@@ -81,6 +81,8 @@ def same_calls(sent: SentAnswer, message: ClientMessage) -> bool:
 
 
 def _compare_calls(sent: Sequence[SentCall], echoed: Sequence[ClientToolCall]) -> EchoMatch:
+    if not (sent or echoed):
+        return EchoMatch.EXACT
     if [call.name for call in sent] != [call.name for call in echoed]:
         return EchoMatch.ARGUMENTS_REWRITTEN
     if any(other.id not in (None, one.id) for one, other in zip(sent, echoed, strict=True)):
@@ -114,9 +116,12 @@ class RecordedTurn:
     """How the answer stands in each form in which its client has sent it back."""
     after: bytes = field(init=False)
     """The state of the conversation that its answer ends."""
+    said: SegmentRole | None = field(init=False)
+    """The role that its client says."""
 
     def __post_init__(self) -> None:
         self.after = digest(self.state, self.key)
+        self.said = said_role(self.call)
 
     def match(self, message: ClientMessage) -> EchoMatch:
         key = echo_key(message)
@@ -198,21 +203,28 @@ class TurnIndex:
             match.relative = known
             match.named.add(known.turn.turn_id)
         found = self._standing_here(match.state, message, named)
-        _note_answer(match, place, message, (found, known))
-        if found is not None:
-            if found.match(message) in self.extends:
-                match.turn, match.begin = found, place + 1
-                match.turns[place] = found
-                match.missing = match.changed = None
-                match.state = found.after
-                return
-            match.changed = found
+        standing = EchoMatch.TEXT_CHANGED if found is None else found.match(message)
+        if standing is not EchoMatch.TEXT_CHANGED:
+            match.answered, match.answered_at = found, place
+        elif known is not None and known.match(message) is not EchoMatch.TEXT_CHANGED:
+            match.answered, match.answered_at = known, place
+        else:
+            match.has_foreign = True
+        if found is not None and standing in self.extends:
+            match.turn, match.begin = found, place + 1
+            match.turns[place] = found
+            match.missing = match.changed = None
+            match.state = found.after
+            return
+        match.changed = found or match.changed
         match.state = extended(match.state, message)
 
     def _named(self, message: ClientMessage) -> RecordedTurn | None:
         """Find a turn by the id of a call or by its key."""
-        calls = (self._by_call.get(call.id) for call in message.calls if call.id is not None)
-        return next((turn for turn in calls if turn is not None), self.named(message.turn_key))
+        for call in message.calls:
+            if (turn := self._by_call.get(call.id or "")) is not None:
+                return turn
+        return self.named(message.turn_key)
 
     def named(self, key: str | None) -> RecordedTurn | None:
         return self._by_key.get(key or "")
@@ -220,25 +232,18 @@ class TurnIndex:
     def _standing_here(self, state: bytes, message: ClientMessage, named: RecordedTurn | None) -> RecordedTurn | None:
         if named is not None:
             return named if named.state == state else None
-        if any(call.id is not None for call in message.calls):
+        if message.calls and any(call.id is not None for call in message.calls):
             return None  # a call that is not the policy's
-        answers = [turn for turn in reversed(self.answers(state)) if turn.delivered]
-        alike = (
-            turn
-            for turn in answers
-            if turn.sent.text.strip() == message.text.strip() and same_calls(turn.sent, message)
-        )
-        said = (turn for turn in answers if turn.sent.text.strip() or turn.sent.calls)
-        return next(alike, None) or next(said, None)
-
-
-def _note_answer(match: Match, place: int, message: ClientMessage, candidates: Sequence[RecordedTurn | None]) -> None:
-    """Note whose answer a message is, wherever it stands."""
-    for turn in candidates:
-        if turn is not None and turn.match(message) is not EchoMatch.TEXT_CHANGED:
-            match.answered, match.answered_at = turn, place
-            return
-    match.has_foreign = True
+        text, said = message.text.strip(), None
+        for turn in reversed(self.answers(state)):
+            if not turn.delivered:
+                continue
+            sent = turn.sent.text.strip()
+            if sent == text and same_calls(turn.sent, message):
+                return turn
+            if said is None and (sent or turn.sent.calls):
+                said = turn
+        return said
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,9 +284,8 @@ def find_roles(turns: Sequence[RecordedTurn], compacted: frozenset[int]) -> Mapp
     roles: dict[int, SegmentRole] = {}
     for each in turns:
         turn, before = each.turn, each.turn.lineage
-        said = said_role(each.call)
-        if said is not None:
-            roles[turn.turn_id] = said
+        if each.said is not None:
+            roles[turn.turn_id] = each.said
         elif turn.turn_id in compacted or each.call.lane.purpose == "compaction":
             roles[turn.turn_id] = SegmentRole.MAIN if before is None else roles[before.turn_id]
         elif turn.parent is not None:
@@ -331,7 +335,7 @@ def _has_only_schema(root: RecordedTurn | PlannedTurn, main: RecordedTurn) -> bo
 
 def _main_root(turns: Sequence[RecordedTurn]) -> RecordedTurn | None:
     """Find the first turn of the agent's own conversation."""
-    roots = [each for each in turns if each.turn.lineage is None and said_role(each.call) is None]
+    roots = [each for each in turns if each.said is None and each.turn.lineage is None]
     likely = sorted(roots, key=lambda each: (not each.head.tools, each.call.json_schema is not None))
     return next(iter(likely), None)
 
@@ -353,9 +357,12 @@ def check_length(
     messages: Sequence[ClientMessage],
     match: Match,
     context_length: int,
+    size: int = 0,
 ) -> None:
     """Refuse a prompt that is surely longer than the context, since rendering takes 36 bytes for each token, or whose
     turn would keep too much. One that is not refused may still be too long: the rendered ids tell exactly.
+
+    `size` bounds the characters of all messages; 0 is an unknown size.
 
     Raises:
         ContextOverflowError: It is; its count of tokens is an estimate.
@@ -366,10 +373,11 @@ def check_length(
     if match.turn is None and call.tools:
         texts.append(orjson.dumps([dict(tool) for tool in call.tools]).decode())
     tokens = renderer.count_if_over(texts, room)
-    unseen = sum(map(_unseen_chars, new))
-    longest = max(map(_unseen_chars, messages), default=0)
-    if unseen > _UNSEEN_CHARS * room or longest > _UNSEEN_CHARS * context_length:
-        tokens = tokens or max(unseen, longest) // _UNSEEN_CHARS
+    if not 0 < size <= _UNSEEN_CHARS * room:
+        unseen = sum(map(_unseen_chars, new))
+        longest = max(map(_unseen_chars, messages), default=0)
+        if unseen > _UNSEEN_CHARS * room or longest > _UNSEEN_CHARS * context_length:
+            tokens = tokens or max(unseen, longest) // _UNSEEN_CHARS
     if tokens is not None:
         raise ContextOverflowError(known + tokens, context_length)
 

@@ -31,24 +31,22 @@ def parse_json(content: bytes | str) -> JsonValue:
     Raises:
         ValueError: It is not JSON, is nested too deep, or has too many values.
     """
-    if has_too_many_values(content):
+    document = content if isinstance(content, bytes) else content.encode("utf-8", "replace")
+    if has_too_many_values(document):
         raise ValueError(f"more than {MAX_VALUES} values")
     try:
-        value: JsonValue = orjson.loads(content)
+        value: JsonValue = orjson.loads(document)
     except orjson.JSONDecodeError:
-        value = orjson.loads(without_half_pairs(_as_bytes(content)))
-    if measure_depth(value) > MAX_DEPTH:
+        value = orjson.loads(without_half_pairs(document))
+    brackets = document.count(b"{") + document.count(b"[")
+    if brackets > MAX_DEPTH and measure_depth(value) > MAX_DEPTH:
         raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
     return value
 
 
-def has_too_many_values(content: bytes | str) -> bool:
+def has_too_many_values(document: bytes) -> bool:
     """Count values by the commas and brackets of a JSON document."""
-    return len(content) > MAX_VALUES and has_more(_as_bytes(content), b",{[", MAX_VALUES)
-
-
-def _as_bytes(content: bytes | str) -> bytes:
-    return content if isinstance(content, bytes) else content.encode("utf-8", "replace")
+    return has_more(document, b",{[", MAX_VALUES)
 
 
 def dump_json(value: object) -> str:
@@ -107,9 +105,11 @@ class Fields:
         return invalid(self.at(name), f"must be a list, not {kind(value)}")
 
     def objects(self, name: str) -> Iterator[Fields]:
+        if not (items := self.items(name)):
+            return
         path = self.at(name)
-        for index, item in enumerate(self.items(name)):
-            yield as_fields(item, f"{path}.{index}")
+        for index, item in enumerate(items):
+            yield Fields(item, f"{path}.{index}") if type(item) is dict else as_fields(item, f"{path}.{index}")
 
     def texts(self, name: str) -> tuple[str, ...]:
         """Read a list, or the one text that stands for it."""

@@ -151,4 +151,4 @@ def masked_call(call: ModelCall, hidden: Collection[str]) -> ModelCall:
 def _masked(message: ClientMessage, hidden: Collection[str]) -> ClientMessage:
     calls = tuple(replace(one, arguments=mask(one.arguments, hidden)) for one in message.calls)
     reasoning = mask_texts(message.reasoning, hidden)
-    return replace(message, text=mask(message.text, hidden), reasoning=reasoning, calls=calls)
+    return message._replace(text=mask(message.text, hidden), reasoning=reasoning, calls=calls)

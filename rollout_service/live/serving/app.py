@@ -80,8 +80,7 @@ class LiveApp(GatewayApp):
 
     def _parse(self, request: GatewayRequest, codec: DialectCodec, body: bytes) -> ModelCall:
         options, body = read_turn_options(request.headers, body)
-        call = super()._parse(request, codec, body)
-        return replace(call, **options.apply(call))
+        return options.apply(super()._parse(request, codec, body))
 
     def _note(self, request: GatewayRequest, error: Exception) -> None:  # noqa: ARG002
         if not isinstance(error, ServiceError):
@@ -163,11 +162,13 @@ class TurnOptions:
     kind: Literal["", "main", "side"] = ""
     train: bool | None = None
 
-    def apply(self, call: ModelCall) -> dict[str, Any]:
-        """Return the changed fields of a call; a repeated request must wish the same."""
+    def apply(self, call: ModelCall) -> ModelCall:
+        """Return the call with these options; a repeated request must wish the same."""
+        if not self.kind and self.train is None:
+            return call
         said = f"{self.kind}/{self.train}".encode()
         fingerprint = call.fingerprint + said if call.fingerprint else b""
-        return {"kind": self.kind, "train": self.train, "fingerprint": fingerprint}
+        return replace(call, kind=self.kind, train=self.train, fingerprint=fingerprint)
 
 
 def read_turn_options(headers: Mapping[str, str], body: bytes) -> tuple[TurnOptions, bytes]:

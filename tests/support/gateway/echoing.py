@@ -204,8 +204,7 @@ class EchoingClient:
         """Return an answer as this client sends it back."""
         habits = self.habits
         thought = f"<think>\n{message.reasoning}\n</think>" if habits.tags_reasoning and message.reasoning else ""
-        return replace(
-            message,
+        return message._replace(
             text=thought + habits.text(message.text),
             reasoning=message.reasoning if habits.keeps_reasoning else None,
             calls=tuple(

@@ -68,8 +68,7 @@ def replay(renderer: ChatRenderer, name: str) -> tuple[TurnCapture, list[Answere
     for recorded in load(name):
         call = recorded.read()
         messages = tuple(
-            replace(
-                message,
+            message._replace(
                 call_id=ids.get(message.call_id, message.call_id),
                 turn_key=None,
                 calls=tuple(replace(each, id=ids.get(each.id, each.id)) for each in message.calls),

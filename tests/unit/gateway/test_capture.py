@@ -105,7 +105,7 @@ def test_a_segment_begins_with_what_the_models_own_template_writes(renderers, na
     client.messages.insert(1, ClientMessage("developer", "Use English."))
     for number in range(6):
         client.turn(write(renderer, "Look.", ("bash", ODD)), f"file {number}")
-    client.messages[4] = replace(client.messages[4], text="cleared")
+    client.messages[4] = client.messages[4]._replace(text="cleared")
     client.turn(write(renderer, "Done."))
     client.tools = ()
     client.turn(write(renderer, "A title."))
@@ -131,7 +131,7 @@ def test_a_malformed_call_may_come_back_as_the_text_that_it_was_sent_as(renderer
     client = EchoingClient(TurnCapture(renderers["qwen3"]), CLIENTS["gemini_cli"], Random(0), list(TASK))
     [call] = client.turn(write(renderers["qwen3"], "Hm", ("bash", '{"command": oops}'))).message.calls
     text = f"Hm{raw_call_text(call.name, call.arguments)}"
-    client.messages[-1] = replace(client.messages[-1], text=text, calls=())
+    client.messages[-1] = client.messages[-1]._replace(text=text, calls=())
     client.messages.append(ClientMessage("user", "Again."))
     client.turn(write(renderers["qwen3"], "Done."))
     assert len(check(client.capture, client.turns).segments) == 1
@@ -143,7 +143,7 @@ def test_an_answer_may_be_named_in_the_place_of_being_sent(capture, client, rend
     answer, *results = client.messages[-2:]
     left_out = {part: value for part, value in (("text", ""), ("reasoning", None), ("calls", ())) if part in named}
     key = answered.planned.turn_key
-    client.messages[-2:] = [replace(answer, turn_key=key, references=frozenset(named), **left_out), *results]
+    client.messages[-2:] = [answer._replace(turn_key=key, references=frozenset(named), **left_out), *results]
     client.turn(write(renderer, "Done."))
     (segment,) = check(capture, client.turns).segments
     assert segment.fork_reason is ForkReason.FIRST
@@ -262,7 +262,7 @@ def test_a_compaction_goes_on_from_its_summary(capture, client, renderer):
 
 
 def edit_result(client):
-    client.messages[3] = replace(client.messages[3], text="cleared")
+    client.messages[3] = client.messages[3]._replace(text="cleared")
 
 
 def drop_answer(client):
@@ -271,7 +271,7 @@ def drop_answer(client):
 
 
 def change_answer(client):
-    client.messages[-1] = replace(client.messages[-1], text="Something else.", calls=(), turn_key=None)
+    client.messages[-1] = client.messages[-1]._replace(text="Something else.", calls=(), turn_key=None)
     client.messages.append(ClientMessage("user", "More."))
 
 
@@ -322,7 +322,7 @@ def test_a_call_of_the_policy_keeps_its_ids_whatever_its_client_makes_of_it(capt
     answered = client.turn(write(renderer, "", ("bash", "{}")), "unknown tool")
     call = client.messages[2].calls[0]
     renamed = replace(call, name="invalid", arguments='{"tool": "bash"}')
-    client.messages[2] = replace(client.messages[2], calls=(renamed,))
+    client.messages[2] = client.messages[2]._replace(calls=(renamed,))
     client.turn(write(renderer, "Done."))
     assert len(check(capture, client.turns).segments) == 1
     assert capture.report().standings == {EchoMatch.ARGUMENTS_REWRITTEN: 1}
@@ -376,7 +376,7 @@ def edit(random, client):
     kind = random.random()
     if kind < 0.1 and len(client.messages) > 3:
         place = random.randrange(2, len(client.messages))
-        client.messages[place] = replace(client.messages[place], text="cleared")
+        client.messages[place] = client.messages[place]._replace(text="cleared")
     elif kind < 0.15 and len(client.messages) > 3:
         del client.messages[random.randrange(2, len(client.messages)) :]
     elif kind < 0.2:

@@ -1,6 +1,6 @@
 """Recorded sessions are replayed, and values belong to the version that answered."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
@@ -80,10 +80,10 @@ class Stored:
         history = list(random.choice(self.histories)) if self.histories else [SYSTEM]
         edit = random.random()
         if edit < 0.1:
-            history[0] = replace(SYSTEM, text=f"Be brief. {random.randint(0, 2)}")
+            history[0] = SYSTEM._replace(text=f"Be brief. {random.randint(0, 2)}")
         elif edit < 0.2 and len(history) > 2:
             place = random.randrange(1, len(history))
-            history[place] = replace(history[place], text="edited")
+            history[place] = history[place]._replace(text="edited")
         elif edit < 0.3:
             del history[1 : random.randrange(1, len(history) + 1)]
         last = history[-1]

@@ -75,6 +75,7 @@ _ROLES: Mapping[str, Literal["system", "developer", "user", "assistant", "tool"]
     "function": "tool",
 }
 _MEDIA = {"image_url": "an image", "input_audio": "audio", "file": "a file", "video_url": "a video"}
+_CALLS = frozenset({"tool_calls", "function_call"})
 _LIMITS = frozenset({"max_tokens", "max_completion_tokens"})
 
 
@@ -87,7 +88,7 @@ def read_call(body: bytes, headers: Mapping[str, str]) -> ModelCall:
         raise RefusedParameterError.at("n", "must be 1 in a stream")
     if any(modality != "text" for modality in fields.texts("modalities")):
         unsupported("modalities", "not only text")
-    messages = tuple(_read_message(message, notes) for message in fields.objects("messages"))
+    messages = tuple([_read_message(message, notes) for message in fields.objects("messages")])
     if not messages:
         invalid("messages", "is required, and must not be empty")
     check_tool_choice(fields)
@@ -118,19 +119,18 @@ def _read_message(message: Fields, notes: Sorted) -> ClientMessage:
     role = _ROLES.get(message.required_text("role"))
     if role is None:
         invalid(message.at("role"), f"must be one of {', '.join(_ROLES)}")
-    text = join_content(
-        message,
-        "content",
-        lambda part: _read_part(part, notes),
-        "" if role == "assistant" else BETWEEN_PARTS,
-    )
+    text = message.values.get("content")
+    if type(text) is not str:
+        between = "" if role == "assistant" else BETWEEN_PARTS
+        text = join_content(message, "content", lambda part: _read_part(part, notes), between)
     if role == "tool":
         call_id, name = message.text("tool_call_id"), message.text("name")
         return ClientMessage("tool", text, call_id=call_id or None, tool_name=name)
     if role != "assistant":
         return ClientMessage(role, text)
     reasoning = message.text("reasoning_content") or message.text("reasoning")
-    return ClientMessage(role, text, reasoning, tuple(_read_calls(message)))
+    has_calls = not message.values.keys().isdisjoint(_CALLS)
+    return ClientMessage(role, text, reasoning, tuple(_read_calls(message)) if has_calls else ())
 
 
 def _read_part(part: Fields, notes: Sorted) -> str | None:
@@ -151,10 +151,15 @@ def _read_calls(message: Fields) -> Iterator[ClientToolCall]:
         if custom := call.object("custom"):
             yield custom_call(call_id, custom.required_text("name"), custom.text("input") or "")
             continue
-        function = call.object("function") or invalid(call.at("function"), "is required")
-        value = function.values.get("arguments")  # some clients send an object in the place of its text
-        arguments = dump_json(value) if isinstance(value, dict) else function.text("arguments") or ""
-        yield ClientToolCall(call_id, function.required_text("name"), arguments)
+        yield _read_call(call_id, call.object("function") or invalid(call.at("function"), "is required"))
+    if not message.items("tool_calls") and (function := message.object("function_call")):
+        yield _read_call(None, function)  # the form before `tool_calls`, whose result is named after the function
+
+
+def _read_call(call_id: str | None, function: Fields) -> ClientToolCall:
+    value = function.values.get("arguments")  # some clients send an object in the place of its text
+    arguments = dump_json(value) if isinstance(value, dict) else function.text("arguments") or ""
+    return ClientToolCall(call_id, function.required_text("name"), arguments)
 
 
 def _read_tools(fields: Fields, notes: Sorted) -> Iterator[tuple[ToolSpec, DeclaredTool | None]]:

@@ -69,6 +69,15 @@ def test_a_history_is_read_by_role_with_its_calls_and_results():
     )
 
 
+def test_a_call_of_a_function_in_the_form_before_tool_calls_is_kept_with_its_result():
+    made = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{ }"}}
+    result = {"role": "function", "name": "f", "content": "done"}
+    assert read(messages=[HELLO, made, result]).messages[1:] == (
+        ClientMessage("assistant", calls=(ClientToolCall(None, "f", "{ }"),)),
+        ClientMessage("tool", "done", tool_name="f"),
+    )
+
+
 def test_the_arguments_of_a_call_may_be_an_object():
     call = {"id": "", "function": {"name": "f", "arguments": {"a": [1.0, "é"]}}}
     [message] = read(messages=[{"role": "assistant", "tool_calls": [call]}]).messages
