@@ -7,7 +7,7 @@ ClientError
  |- ProxySettingsError     the proxy that the environment names cannot be used
  |- CaFileError            the file of certificates to trust cannot be used
  |- ProtocolError          a response that is not one of this API
- `- ProblemError           the server refused, or an engine (502), or it cannot do this as it is set up (503); `.problem` is the problem document
+ `- ProblemError           the server refused, or an engine (502), for good; `.problem` is the problem document
      |- InvalidRequestError    400, 413, 422
      |- UnauthorizedError      401, 403
      |- NotFoundError          404
