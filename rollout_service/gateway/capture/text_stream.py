@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 from rollout_service.gateway.contract import (
     AnswerEvent,
@@ -110,99 +109,50 @@ class TextStream:
             self._ids, self._returned = after, self._returned - len(head)
 
 
-class _StopMatcher:
-    """Finds a string in pieces of a text; looks at each character once (Knuth, Morris and Pratt)."""
-
-    __slots__ = ("_fallbacks", "is_found", "matched", "stop")
-
-    def __init__(self, stop: str) -> None:
-        self.stop = stop
-        self.matched = 0
-        """Characters at the end of the text that begin the string."""
-        self.is_found = False
-        self._fallbacks = _fallbacks(stop)
-
-    def push(self, text: str) -> int | None:
-        """Return where in this piece the string first ends, if it does."""
-        stop, matched = self.stop, self.matched
-        if len(text) > len(stop):
-            at = (stop[:matched] + text).find(stop)
-            if at >= 0:
-                self.is_found, self.matched = True, 0
-                return at - matched + len(stop)
-            matched, text = 0, text[len(text) - len(stop) + 1 :]
-        for place, character in enumerate(text, 1):
-            while matched and stop[matched] != character:
-                matched = self._fallbacks[matched - 1]
-            matched += stop[matched] == character
-            if matched == len(stop):
-                self.is_found, self.matched = True, 0
-                return place
-        self.matched = matched
-        return None
-
-
-@lru_cache(maxsize=64)
-def _fallbacks(stop: str) -> tuple[int, ...]:
-    """For each beginning of a string, return the length of the longest shorter one that it ends with."""
-    lengths = [0]
-    for character in stop[1:]:
-        length = lengths[-1]
-        while length and stop[length] != character:
-            length = lengths[length - 1]
-        lengths.append(length + (stop[length] == character))
-    return tuple(lengths)
-
-
 class StopFilter:
-    """Cuts a text at the first of some strings; the possible beginning of one waits."""
+    """Cuts a text at the first of some strings; the possible beginning of one waits, which bounds each look back."""
 
-    __slots__ = ("_first", "_held", "_matchers", "_read", "found", "stops")
+    __slots__ = ("_held", "found", "stops")
 
     def __init__(self, stops: Sequence[str]) -> None:
         """No string may be empty."""
         self.stops = stops
         self.found: str | None = None
         """Nothing is returned after it."""
-        self._matchers = [_StopMatcher(stop) for stop in stops]
-        self._read = 0
-        """Characters so far."""
         self._held = ""
-        self._first: tuple[int, str] | None = None
-        """The first string that was read to its end, and where it begins."""
 
     def push(self, text: str) -> str:
-        if not self._matchers:
+        if not self.stops:
             return text
         if self.found is not None:
             return ""
-        self._find(text)
         text = self._held + text
-        waits = max([matcher.matched for matcher in self._matchers if not matcher.is_found], default=0)
-        if self._first is not None and self._first[0] <= self._read - waits:
-            return self._cut(text, self._first)  # nothing that waits may begin before it
-        self._held = text[len(text) - waits :]
-        return text[: len(text) - waits]
+        waits = min([_begin_at_end(text, stop) for stop in self.stops])
+        if (first := self._first(text)) and first[0] <= waits:  # nothing that waits may begin before it
+            return self._cut(text, *first)
+        self._held = text[waits:]
+        return text[:waits]
 
     def end(self) -> str:
         text, self._held = self._held, ""
-        for matcher in self._matchers:
-            matcher.matched = 0
-        return text if self._first is None or self.found is not None else self._cut(text, self._first)
+        return self._cut(text, *first) if (first := self._first(text)) else text
 
-    def _find(self, text: str) -> None:
-        for matcher in self._matchers:
-            if not matcher.is_found and (end := matcher.push(text)) is not None:
-                begin = self._read + end - len(matcher.stop)
-                if self._first is None or (begin, len(matcher.stop)) < (self._first[0], len(self._first[1])):
-                    self._first = begin, matcher.stop
-        self._read += len(text)
+    def _first(self, text: str) -> tuple[int, str] | None:
+        """Return where the first string begins, and the shortest of those that begin there."""
+        found = [(at, len(stop), stop) for stop in self.stops if (at := text.find(stop)) >= 0]
+        return (min(found)[0], min(found)[2]) if found else None
 
-    def _cut(self, text: str, first: tuple[int, str]) -> str:
-        """Cut a text, which ends with the last character read, where the first string begins."""
-        begin, self.found = first
-        self._held = ""
-        return text[: len(text) - (self._read - begin)]
+    def _cut(self, text: str, at: int, stop: str) -> str:
+        self.found, self._held = stop, ""
+        return text[:at]
+
+
+def _begin_at_end(text: str, stop: str) -> int:
+    """Return where the end of a text may begin a string; the text's length if it cannot."""
+    at = text.find(stop[0], max(len(text) - len(stop) + 1, 0))
+    while at >= 0 and not stop.startswith(text[at:]):
+        at = text.find(stop[0], at + 1)
+    return at if at >= 0 else len(text)
 
 
 @dataclass(slots=True)
