@@ -25,7 +25,7 @@ from rollout_service.gateway.server.app import GatewayApp
 from rollout_service.gateway.server.listener import HEAD_SECONDS, address_of, bind, serving
 from rollout_service.gateway.server.paths import KeyedApp, KeyedApps
 from rollout_service.gateway.sessions.engines import PolicyEngines
-from rollout_service.gateway.sessions.keys import GatewaySessions, OneSession
+from rollout_service.gateway.sessions.keys import GatewaySessions
 from rollout_service.gateway.sessions.session import GatewaySession, SessionPlace
 from rollout_service.http.connections import ConnectionLimits, descriptor_limit
 from rollout_service.http.protocol import Observe, RequestLimits
@@ -139,5 +139,5 @@ class Gateway:
 
     def _serve_alone(self, session: GatewaySession, listener: socket) -> AbstractAsyncContextManager[None]:
         parts = self._parts
-        app = GatewayApp(OneSession(session), parts.settings, parts.metrics, self.bodies)
+        app = GatewayApp(GatewaySessions(session), parts.settings, parts.metrics, self.bodies)
         return serving(app, listener, ONE_PROGRAM, self._requests, parts.observe)

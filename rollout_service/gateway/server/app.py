@@ -25,7 +25,7 @@ from rollout_service.gateway.metrics import GatewayMetrics
 from rollout_service.gateway.server.delivery import JSON, AnswerResponse, send_error
 from rollout_service.gateway.server.paths import Action, GatewayRequest
 from rollout_service.gateway.sessions.answer import LiveAnswer
-from rollout_service.gateway.sessions.keys import SessionSource
+from rollout_service.gateway.sessions.keys import GatewaySessions
 from rollout_service.gateway.sessions.session import GatewaySession
 from rollout_service.http.access_log import without_keys
 from rollout_service.http.connections import find_slot
@@ -42,7 +42,7 @@ MAX_LOGGED_ROUTES = 1_000
 class GatewayApp:
     def __init__(
         self,
-        sessions: SessionSource,
+        sessions: GatewaySessions,
         settings: GatewaySettings,
         metrics: GatewayMetrics,
         bodies: BodiesInFlight,

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from hashlib import sha256
 from time import monotonic
-from typing import Protocol
 
 from rollout_service.base.errors import UnauthorizedError
 from rollout_service.gateway.errors import RolloutEndedError
@@ -19,20 +18,9 @@ REMEMBERED_SECONDS = 3_600.0
 MAX_REMEMBERED = 100_000
 
 
-class SessionSource(Protocol):
-    def find(self, key: str) -> GatewaySession:
-        """Return the session of a key.
-
-        Raises:
-            UnauthorizedError: No rollout has this key.
-            RolloutEndedError: Its rollout has ended.
-        """
-        ...
-
-
 class GatewaySessions:
-    def __init__(self) -> None:
-        self._open: dict[bytes, GatewaySession] = {}
+    def __init__(self, *sessions: GatewaySession) -> None:
+        self._open = {_hash(session.key): session for session in sessions}
         self._ended: OrderedDict[bytes, float] = OrderedDict()
 
     def __len__(self) -> int:
@@ -51,6 +39,12 @@ class GatewaySessions:
         return True
 
     def find(self, key: str) -> GatewaySession:
+        """Return the session of a key.
+
+        Raises:
+            UnauthorizedError: No rollout has this key.
+            RolloutEndedError: Its rollout has ended.
+        """
         digest = _hash(key)
         if (session := self._open.get(digest)) is not None:
             return session
@@ -62,24 +56,6 @@ class GatewaySessions:
         oldest_kept = monotonic() - REMEMBERED_SECONDS
         while self._ended and (len(self._ended) > MAX_REMEMBERED or next(iter(self._ended.values())) < oldest_kept):
             self._ended.popitem(last=False)
-
-
-class OneSession:
-    """For a listener that only one program can reach."""
-
-    def __init__(self, session: GatewaySession) -> None:
-        self._digest = _hash(session.key)
-        self._session = session
-
-    def find(self, key: str) -> GatewaySession:
-        """Return the session, if the key is its own.
-
-        Raises:
-            UnauthorizedError: It is not.
-        """
-        if _hash(key) != self._digest:
-            raise unknown_key()
-        return self._session
 
 
 def unknown_key() -> UnauthorizedError:

@@ -20,7 +20,7 @@ from rollout_service.gateway.dialects import ListedModel
 from rollout_service.gateway.metrics import GatewayMetrics
 from rollout_service.gateway.server.app import GatewayApp
 from rollout_service.gateway.sessions.engines import PolicyEngines
-from rollout_service.gateway.sessions.keys import OneSession
+from rollout_service.gateway.sessions.keys import GatewaySessions
 from rollout_service.gateway.sessions.session import GatewaySession, SessionPlace
 from rollout_service.http.requests import BodiesInFlight
 from rollout_service.settings.http import GatewaySettings
@@ -138,7 +138,7 @@ async def gateway_bench(
         )
         session = GatewaySession(TurnCapture(renderer), engines, limits or many, place)
         bodies = bodies or BodiesInFlight(given.max_bytes_in_flight, given.max_body_bytes)
-        app = GatewayApp(OneSession(session), given, metrics, bodies)
+        app = GatewayApp(GatewaySessions(session), given, metrics, bodies)
         transport = httpx.ASGITransport(app, raise_app_exceptions=True)
         async with httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=60) as http:
             yield GatewayBench(app, session, engine, http)
