@@ -1,4 +1,4 @@
-"""Writes answers of Anthropic's Messages."""
+"""Writes answers of Anthropic's Messages; `CODEC` is this API."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 
 from api_schemas.trajectories import FinishReason
+from rollout_service.gateway.bounds import BoundedFields
 from rollout_service.gateway.contract import (
     AnswerBegin,
     AnswerEnd,
@@ -16,16 +17,19 @@ from rollout_service.gateway.contract import (
     CallArguments,
     CallBegin,
     CallEnd,
+    Dialect,
     ModelCall,
     ReasoningDelta,
     TextDelta,
     raw_call_text,
 )
 from rollout_service.gateway.dialects.answers import TextPart, WholeAnswer
-from rollout_service.gateway.dialects.anthropic.requests import THREAD
+from rollout_service.gateway.dialects.anthropic.requests import PARAMETERS, THREAD, read_call
 from rollout_service.gateway.dialects.base import (
     COMMENT,
     AnswerStream,
+    DialectCodec,
+    ListedModel,
     describe_failure,
     sse,
 )
@@ -196,3 +200,32 @@ def error_object(error: BaseException) -> dict[str, Any]:
         # At this code, Anthropic's client sends the whole history.
         told["details"] = {"error_code": "thread_unsupported_request"}
     return told
+
+
+def _model(model: ListedModel) -> dict[str, Any]:
+    described = {
+        "type": "model",
+        "id": model.name,
+        "display_name": model.name,
+        "created_at": "1970-01-01T00:00:00Z",
+    }
+    return described | ({"max_input_tokens": model.context_length} if model.context_length else {})
+
+
+def _models(models: list[dict[str, Any]]) -> dict[str, Any]:
+    names = [model["id"] for model in models] or [None]
+    return {"data": models, "has_more": False, "first_id": names[0], "last_id": names[-1]}
+
+
+CODEC = DialectCodec(
+    dialect=Dialect.ANTHROPIC,
+    parameters=PARAMETERS,
+    bounded=BoundedFields(messages="messages", tools="tools", schema="output_format", stops="stop_sequences"),
+    read=lambda body, headers, _: read_call(body, headers),
+    open_stream=MessageStream,
+    whole=lambda call, answers: whole_message(call, answers[0]),
+    error_body=lambda error: {"type": "error", "error": error_object(error)},
+    counted=lambda tokens: {"input_tokens": tokens},
+    describe_model=_model,
+    list_models=_models,
+)

@@ -1,4 +1,4 @@
-"""Writes answers of Google's generateContent."""
+"""Writes answers of Google's generateContent; `CODEC` is this API."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import orjson
 
 from api_schemas.trajectories import FinishReason
 from rollout_service.base.errors import InvalidFieldError
+from rollout_service.gateway.bounds import BoundedFields
 from rollout_service.gateway.contract import (
     AnswerBegin,
     AnswerEnd,
@@ -18,6 +19,7 @@ from rollout_service.gateway.contract import (
     CallArguments,
     CallBegin,
     CallEnd,
+    Dialect,
     ModelCall,
     ReasoningDelta,
     TextDelta,
@@ -26,11 +28,13 @@ from rollout_service.gateway.contract import (
 from rollout_service.gateway.dialects.answers import CallPart, TextPart, WholeAnswer, summed_usage
 from rollout_service.gateway.dialects.base import (
     AnswerStream,
+    DialectCodec,
+    ListedModel,
     describe_failure,
     sse,
 )
 from rollout_service.gateway.dialects.fields import parse_object
-from rollout_service.gateway.dialects.google.requests import sign
+from rollout_service.gateway.dialects.google.requests import PARAMETERS, read_call, sign
 from rollout_service.gateway.errors import ContextOverflowError
 
 
@@ -177,3 +181,37 @@ def error_object(error: BaseException) -> dict[str, Any]:
         detail = {"@type": "type.googleapis.com/google.rpc.BadRequest", "fieldViolations": violations}
         told["details"] = [detail]
     return told
+
+
+_METHODS = ("generateContent", "streamGenerateContent", "countTokens")
+
+
+def _model(model: ListedModel) -> dict[str, Any]:
+    described: dict[str, Any] = {
+        "name": f"models/{model.name}",
+        "displayName": model.name,
+        "version": "1",
+        "supportedGenerationMethods": _METHODS,
+    }
+    limits = {"inputTokenLimit": model.context_length, "outputTokenLimit": model.context_length}
+    return described | (limits if model.context_length else {})
+
+
+CODEC = DialectCodec(
+    dialect=Dialect.GOOGLE,
+    parameters=PARAMETERS,
+    bounded=BoundedFields(
+        messages="contents",
+        tools="tools",
+        schema="generationConfig.responseSchema",
+        answers="generationConfig.candidateCount",
+        stops="generationConfig.stopSequences",
+    ),
+    read=read_call,
+    open_stream=CandidateStream,
+    whole=whole_content,
+    error_body=lambda error: {"error": error_object(error)},
+    counted=lambda tokens: {"totalTokens": tokens},
+    describe_model=_model,
+    list_models=lambda models: {"models": models},
+)

@@ -1,4 +1,4 @@
-"""Writes answers of Chat Completions."""
+"""Writes answers of Chat Completions; `CODEC` is this API."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import orjson
 
 from api_schemas.trajectories import FinishReason
+from rollout_service.gateway.bounds import BoundedFields
 from rollout_service.gateway.contract import (
     AnswerBegin,
     AnswerEnd,
@@ -18,14 +19,24 @@ from rollout_service.gateway.contract import (
     CallArguments,
     CallBegin,
     CallEnd,
+    Dialect,
     ModelCall,
     ReasoningDelta,
     TextDelta,
     TokenLogprob,
 )
 from rollout_service.gateway.dialects.answers import CallPart, WholeAnswer, summed_usage
-from rollout_service.gateway.dialects.base import COMMENT, AnswerStream, error_object, sse
+from rollout_service.gateway.dialects.base import (
+    COMMENT,
+    AnswerStream,
+    DialectCodec,
+    error_object,
+    openai_model,
+    openai_models,
+    sse,
+)
 from rollout_service.gateway.dialects.fields import custom_input
+from rollout_service.gateway.dialects.openai_chat.requests import PARAMETERS, read_call
 
 _DONE = b"data: [DONE]\n\n"
 
@@ -166,3 +177,17 @@ def usage(cost: AnswerUsage) -> dict[str, Any]:
         "prompt_tokens_details": {"cached_tokens": cost.cached_tokens},
         "completion_tokens_details": {"reasoning_tokens": cost.reasoning_tokens},
     }
+
+
+CODEC = DialectCodec(
+    dialect=Dialect.CHAT,
+    parameters=PARAMETERS,
+    bounded=BoundedFields(messages="messages", tools="tools", schema="response_format", answers="n", stops="stop"),
+    read=lambda body, headers, _: read_call(body, headers),
+    open_stream=ChatStream,
+    whole=whole_completion,
+    error_body=lambda error: {"error": error_object(error)},
+    counted=lambda tokens: {"count": tokens},
+    describe_model=openai_model,
+    list_models=openai_models,
+)

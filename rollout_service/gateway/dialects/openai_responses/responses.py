@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 
 from api_schemas.trajectories import FinishReason
+from rollout_service.gateway.bounds import BoundedFields
 from rollout_service.gateway.contract import (
     AnswerBegin,
     AnswerEnd,
@@ -18,14 +19,23 @@ from rollout_service.gateway.contract import (
     CallBegin,
     CallEnd,
     DeclaredTool,
+    Dialect,
     ModelCall,
     ReasoningDelta,
     TextDelta,
 )
 from rollout_service.gateway.dialects.answers import WholeAnswer
-from rollout_service.gateway.dialects.base import COMMENT, AnswerStream, error_object, sse
+from rollout_service.gateway.dialects.base import (
+    COMMENT,
+    AnswerStream,
+    DialectCodec,
+    error_object,
+    openai_model,
+    openai_models,
+    sse,
+)
 from rollout_service.gateway.dialects.fields import custom_input, parse_object
-from rollout_service.gateway.dialects.openai_responses.requests import item_id
+from rollout_service.gateway.dialects.openai_responses.requests import PARAMETERS, item_id, read_call
 
 _OPEN = "in_progress"
 
@@ -320,3 +330,17 @@ class CallItem(Item):
 
 
 _PREFIXES = {"function": "fc", "custom": "ctc", "local_shell": "lsc", "tool_search": "tsc"}
+
+
+CODEC = DialectCodec(
+    dialect=Dialect.RESPONSES,
+    parameters=PARAMETERS,
+    bounded=BoundedFields(messages="input", tools="tools", schema="text.format"),
+    read=lambda body, headers, _: read_call(body, headers),
+    open_stream=ResponseStream,
+    whole=lambda call, answers: whole_response(call, answers[0]),
+    error_body=lambda error: {"error": error_object(error)},
+    counted=lambda tokens: {"object": "response.input_tokens", "input_tokens": tokens},
+    describe_model=openai_model,
+    list_models=openai_models,
+)
