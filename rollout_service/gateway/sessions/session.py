@@ -24,7 +24,7 @@ from anyio.abc import TaskGroup
 from api_schemas.rollouts import StopReason, Usage
 from api_schemas.trajectories import Message, Trajectory
 from rollout_service.activity import current_activity, current_lane, in_lane
-from rollout_service.base.errors import EnvironmentFailedError, ServiceError, without_message
+from rollout_service.base.errors import EnvironmentFailedError, InvalidFieldError, ServiceError, without_message
 from rollout_service.base.signals import ChangeSignal
 from rollout_service.engines.contract import Generation
 from rollout_service.engines.errors import BackendRejected, InferenceError, PromptTooLong
@@ -183,6 +183,9 @@ class GatewaySession(UndrivenPolicy):
                 outcome = await self._sample(answer)
         except ContextOverflowError as error:
             outcome = CallOutcome.OVERFLOW
+            answer.fail(error)
+        except InvalidFieldError as error:
+            outcome = CallOutcome.REFUSED
             answer.fail(error)
         except TokensSpentError:
             outcome = CallOutcome.LIMIT

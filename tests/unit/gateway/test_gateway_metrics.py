@@ -1,5 +1,7 @@
 """What programs make up adds a bounded number of time series, and takes none from what is known."""
 
+from collections import Counter
+
 from prometheus_client import CollectorRegistry
 
 from rollout_service.gateway.contract import Dialect, Lane, ModelCall
@@ -39,10 +41,15 @@ async def test_a_call_is_counted_once_whatever_becomes_of_it(renderer):
     async with gateway_bench(renderer) as b:
         ended = {"messages": [{"role": "user", "content": "hi"}]}
         overflow = {"messages": [{"role": "user", "content": "hi " * 20 * CONTEXT}]}
-        for status, body in ((200, ended), (400, overflow), (400, {"messages": []}), (410, ended)):
+        named = {"input": [{"type": "item_reference", "id": "msg_nobody_0"}, {"role": "user", "content": "hi"}]}
+        for status, body in ((200, ended), (400, overflow), (400, {"messages": []}), (400, named), (410, ended)):
             if status == 410:
                 await b.session.end()
-            assert (await b.post(PATHS[Dialect.CHAT], body)).status_code == status
+            dialect = Dialect.RESPONSES if body is named else Dialect.CHAT
+            assert (await b.post(PATHS[dialect], body)).status_code == status
         calls = b.session._place.metrics._calls.collect()
-        counts = {each.labels["outcome"]: each.value for each in calls[0].samples if each.name.endswith("_total")}
-    assert counts == {"answered": 1, "overflow": 1, "refused": 2}
+        samples = [each for each in calls[0].samples if each.name.endswith("_total")]
+        counts = Counter[str]()
+        for each in samples:
+            counts[each.labels["outcome"]] += int(each.value)
+    assert counts == {"answered": 1, "overflow": 1, "refused": 3}
