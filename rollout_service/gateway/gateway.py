@@ -13,6 +13,7 @@ from socket import socket
 
 import anyio
 from anyio.abc import TaskGroup
+from starlette.types import Receive, Scope, Send
 
 from api_schemas.rollouts import RolloutRequest
 from rollout_service.base.errors import UnavailableError
@@ -23,7 +24,7 @@ from rollout_service.gateway.dialects import ListedModel
 from rollout_service.gateway.metrics import GatewayMetrics
 from rollout_service.gateway.server.app import GatewayApp
 from rollout_service.gateway.server.listener import HEAD_SECONDS, address_of, bind, serving
-from rollout_service.gateway.server.paths import KeyedApp, KeyedApps
+from rollout_service.gateway.server.paths import GatewayRequest, KeyedApp
 from rollout_service.gateway.sessions.engines import PolicyEngines
 from rollout_service.gateway.sessions.keys import GatewaySessions
 from rollout_service.gateway.sessions.session import GatewaySession, SessionPlace
@@ -53,7 +54,7 @@ class Gateway:
     def __init__(self, parts: GatewayParts) -> None:
         self._parts = parts
         self._sessions = GatewaySessions()
-        self._others: list[KeyedApp] = []
+        self._other: KeyedApp | None = None
         self._tasks: TaskGroup | None = None
         self._requests = RequestLimits(
             head_seconds=HEAD_SECONDS,
@@ -78,7 +79,14 @@ class Gateway:
         own_url = address_of(listener, parts.settings.host)
         self.url = (parts.settings.public_url or own_url).rstrip("/")
         own = GatewayApp(self._sessions, parts.settings, parts.metrics, self.bodies)
-        app = KeyedApps(own, self._others)
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            other = self._other
+            if other is not None and scope["type"] == "http" and other.knows(GatewayRequest.of(scope).key):
+                await other(scope, receive, send)
+            else:
+                await own(scope, receive, send)
+
         limits = ConnectionLimits.within(descriptor_limit() // DESCRIPTOR_SHARE)
         async with anyio.create_task_group() as self._tasks:
             async with serving(app, listener, limits, self._requests, parts.observe):
@@ -125,11 +133,11 @@ class Gateway:
     @contextmanager
     def also_serving(self, app: KeyedApp) -> Iterator[None]:
         """Let another application answer requests with its keys, within the block."""
-        self._others.append(app)
+        self._other = app
         try:
             yield
         finally:
-            self._others.remove(app)
+            self._other = None
 
     def close(self, session: GatewaySession) -> None:
         """Make the key invalid, and cut off the answers under way. Idempotent."""

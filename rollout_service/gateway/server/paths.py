@@ -7,13 +7,13 @@ expect them in the base URL and others add them.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
 from urllib.parse import parse_qs
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from rollout_service.gateway.contract import Dialect
 
@@ -121,19 +121,3 @@ class KeyedApp(Protocol):
         ...
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
-
-
-class KeyedApps:
-    """Passes a request to the application that knows its key."""
-
-    def __init__(self, app: ASGIApp, others: Sequence[KeyedApp]) -> None:
-        """`app` is for keys that none of `others` knows; these may change at any time."""
-        self._app = app
-        self._others = others
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self._app
-        if self._others and scope["type"] == "http":
-            key = GatewayRequest.of(scope).key
-            app = next((other for other in self._others if other.knows(key)), app)
-        await app(scope, receive, send)
