@@ -49,21 +49,6 @@ async def finished(service: GatewayService) -> Rollout:
     return await service.client.wait("r", timeout_seconds=30)
 
 
-async def test_a_weight_update_in_the_middle_changes_versions_and_nothing_that_is_seen(tmp_path):
-    with anyio.fail_after(120):
-        async with scripted(TEXT, latency=2.0) as engine, gateway_service(tmp_path, [engine]) as service:
-            access = await service.begin()
-
-            async def update() -> None:
-                await service.client.update_weights(str(POLICY), 1)
-
-            assert await read_through(access, update) == TEXT
-            ids, versions = sampled_of_one((await finished(service)).trajectory)
-    assert ids == ChatRenderer.load(POLICY).encode(TEXT + END)
-    assert versions == sorted(versions)
-    assert set(versions) == {0, 1}
-
-
 async def test_an_engine_that_dies_in_the_middle_is_replaced_by_another(tmp_path):
     with anyio.fail_after(120):
         async with (

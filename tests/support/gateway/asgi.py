@@ -1,12 +1,13 @@
 """A gateway of one session in this process, without sockets, whose engine answers at once."""
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
 import httpx
+from anyio.abc import TaskGroup
 from prometheus_client import CollectorRegistry
 from starlette.types import Message
 
@@ -19,7 +20,7 @@ from rollout_service.gateway.contract import Dialect
 from rollout_service.gateway.dialects import ListedModel
 from rollout_service.gateway.metrics import GatewayMetrics
 from rollout_service.gateway.server.app import GatewayApp
-from rollout_service.gateway.sessions.engines import PolicyEngines
+from rollout_service.gateway.sessions.engines import PolicyEngines, StreamingGenerator
 from rollout_service.gateway.sessions.keys import GatewaySessions
 from rollout_service.gateway.sessions.session import GatewaySession, SessionPlace
 from rollout_service.http.requests import BodiesInFlight
@@ -108,6 +109,39 @@ class GatewayBench:
         return sent
 
 
+def open_session(
+    capture: Any,
+    pool: StreamingGenerator,
+    tasks: TaskGroup,
+    *,
+    limits: EpisodeLimits,
+    metrics: GatewayMetrics,
+    retry_seconds: float,
+    context_length: int = CONTEXT,
+    stop_token_ids: Sequence[int] = (),
+    hidden: Collection[str] = (),
+) -> GatewaySession:
+    """Open a session without a gateway, which cannot be served alone."""
+    engines = PolicyEngines(
+        pool,
+        affinity="r",
+        context_length=context_length,
+        stop_token_ids=stop_token_ids,
+        sampling=Sampling(),
+        exports=TokenExtras(),
+    )
+    place = SessionPlace(
+        url="http://gateway",
+        model=ListedModel("policy", context_length),
+        serve=lambda *_: NotImplemented,
+        tasks=tasks,
+        metrics=metrics,
+        retry_seconds=retry_seconds,
+        hidden=hidden,
+    )
+    return GatewaySession(capture, engines, limits, place)
+
+
 @asynccontextmanager
 async def gateway_bench(
     renderer: ChatRenderer,
@@ -118,25 +152,17 @@ async def gateway_bench(
     """Serve one session until the block is left."""
     metrics, given = GatewayMetrics(CollectorRegistry()), GatewaySettings(**settings)
     engine = ReadyEngine([*renderer.encode("Yes."), renderer.stop_token_ids[0]])
-    engines = PolicyEngines(
-        engine,
-        affinity="r",
-        context_length=CONTEXT,
-        stop_token_ids=renderer.stop_token_ids,
-        sampling=Sampling(),
-        exports=TokenExtras(),
-    )
     many = EpisodeLimits(max_turns=1_000_000, max_tokens=1_000_000_000)
     async with anyio.create_task_group() as tasks:
-        place = SessionPlace(
-            url="http://gateway",
-            model=ListedModel("policy", CONTEXT),
-            serve=lambda *_: NotImplemented,
-            tasks=tasks,
+        session = open_session(
+            TurnCapture(renderer),
+            engine,
+            tasks,
+            limits=limits or many,
             metrics=metrics,
+            stop_token_ids=renderer.stop_token_ids,
             retry_seconds=given.retry_seconds,
         )
-        session = GatewaySession(TurnCapture(renderer), engines, limits or many, place)
         bodies = bodies or BodiesInFlight(given.max_bytes_in_flight, given.max_body_bytes)
         app = GatewayApp(GatewaySessions(session), given, metrics, bodies)
         transport = httpx.ASGITransport(app, raise_app_exceptions=True)

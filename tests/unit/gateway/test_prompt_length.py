@@ -77,7 +77,7 @@ def test_a_prompt_that_is_much_longer_than_the_context_is_not_rendered(renderer,
 
 @pytest.mark.slow
 def test_the_estimate_is_near_what_rendering_tells(renderer):
-    long = call(ClientMessage("user", LONG[: 200 * CONTEXT]))
+    long = call(ClientMessage("user", LONG[: 50 * CONTEXT]))
     with pytest.raises(ContextOverflowError) as told:
         TurnCapture(renderer).plan(long, CONTEXT)
     exact = len(TurnCapture(renderer).plan(long).prompt_ids)

@@ -181,21 +181,22 @@ def test_a_full_context_is_an_error_that_each_library_raises(server):
         server.anthropic.messages.create(model="m", max_tokens=9, messages=MESSAGES)
 
 
-MANY = 40_000
+MANY = 20_000
 SECONDS = 20.0
-"""Work that grows with the square of `MANY` takes longer; linear work takes about one second."""
+"""Of the processor: work that grows with the square of `MANY` takes longer; linear work takes about one second."""
 
 
 def in_time(work: Callable[[], Any]) -> Any:
     """Do some work, which must not take long."""
-    began = time.monotonic()
+    began = time.process_time()
     result = work()
-    assert time.monotonic() - began < SECONDS
+    assert time.process_time() - began < SECONDS
     return result
 
 
-@pytest.mark.parametrize("dialect", CODECS)
-@pytest.mark.parametrize("item", [b"{}", b"[]", b"0", b'"a"', b'"\\""'])
+@pytest.mark.parametrize(
+    ("dialect", "item"), [*zip(CODECS, [b"{}", b"[]", b"0", b'"a"'], strict=True), (Dialect.CHAT, b'"\\""')]
+)
 def test_a_body_with_too_many_values_is_refused_before_it_is_read(dialect, item):
     content = b'{"metadata":[' + b",".join([item] * (MAX_VALUES + 2)) + b"]}"
     with pytest.raises(TooLargeError, match="values"):

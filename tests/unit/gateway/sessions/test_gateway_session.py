@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from api_schemas.rollouts import Sampling, StopReason, TokenExtras
+from api_schemas.rollouts import Sampling, StopReason
 from rollout_service.base.errors import EnvironmentFailedError
 from rollout_service.engines.contract import Generation
 from rollout_service.engines.errors import NoBackendError, PromptTooLong
@@ -27,12 +27,12 @@ from rollout_service.gateway.contract import (
     ModelCall,
     TextDelta,
 )
-from rollout_service.gateway.dialects import ListedModel
 from rollout_service.gateway.errors import ContextOverflowError, RolloutEndedError
 from rollout_service.gateway.metrics import GatewayMetrics
 from rollout_service.gateway.sessions.answer import LiveAnswer, TokenBudget, TokensSpentError
-from rollout_service.gateway.sessions.engines import UNSTREAMED_CHUNK, PolicyEngines
-from rollout_service.gateway.sessions.session import INLINE_BYTES, INLINE_IDS, GatewaySession, SessionPlace
+from rollout_service.gateway.sessions.engines import UNSTREAMED_CHUNK
+from rollout_service.gateway.sessions.session import INLINE_BYTES, INLINE_IDS, GatewaySession
+from tests.support.gateway.asgi import open_session
 from tests.support.gateway.manual_pool import CharacterAnswer, CharacterCapture, ManualPool
 
 LONG = 3_600.0
@@ -66,26 +66,18 @@ async def bench(
     *, retry_seconds: float = LONG, context_length: int = 1_000, hidden: Collection[str] = (), **limits: int
 ) -> AsyncIterator[Bench]:
     pool, capture, registry = ManualPool(), CharacterCapture(), CollectorRegistry()
-    engines = PolicyEngines(
-        pool,
-        affinity="r",
-        context_length=context_length,
-        stop_token_ids=(),
-        sampling=Sampling(),
-        exports=TokenExtras(),
-    )
     with anyio.fail_after(30):
         async with anyio.create_task_group() as tasks:
-            place = SessionPlace(
-                url="http://gateway",
-                model=ListedModel("policy", context_length),
-                serve=lambda *_: pytest.fail("nothing is to be served"),
-                tasks=tasks,
+            session = open_session(
+                capture,
+                pool,
+                tasks,
+                limits=EpisodeLimits(**limits),
                 metrics=GatewayMetrics(registry),
                 retry_seconds=retry_seconds,
+                context_length=context_length,
                 hidden=hidden,
             )
-            session = GatewaySession(capture, engines, EpisodeLimits(**limits), place)
             yield Bench(session, pool, capture, registry)
             await session.end()
             tasks.cancel_scope.cancel()
@@ -144,29 +136,23 @@ async def test_the_policy_is_told_no_secret_that_a_program_sends(size):
         await read(answer)
 
 
-async def test_a_client_that_comes_back_gets_the_whole_answer_that_it_lost():
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("ends_unread", [False, True])
+async def test_a_client_that_comes_back_gets_the_whole_answer_that_it_lost(ends_unread, stream):
     async with bench() as b:
         lost = await b.session.answer(call("hi"))
         engine = await b.pool.call(0)
         with lost.reading():
             engine.say("first half, ")
         engine.say("second half")
-        again = await b.session.answer(call("hi"))
+        if ends_unread:
+            engine.finish()
+        again = await b.session.answer(call("hi", stream=stream))
         engine.finish()
         assert await read(again) == "first half, second half"
         assert len(b.pool.calls) == 1
         assert b.capture.recorded == [("first half, second half", True)]
         assert b.count("repeated") == 1
-
-
-async def test_an_answer_that_ended_while_nobody_read_it_waits_for_its_client():
-    async with bench() as b:
-        lost = await b.session.answer(call("hi"))
-        with lost.reading():
-            pass
-        (await b.pool.call(0)).finish("whole")
-        assert await read(await b.session.answer(call("hi", stream=True))) == "whole"
-        assert b.capture.recorded == [("whole", True)]
 
 
 async def test_a_client_that_does_not_come_back_is_given_up_and_its_tokens_are_kept():
