@@ -12,7 +12,6 @@ for as many tokens as may complete it, and is delivered once it has ended.
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -103,16 +102,11 @@ class CutStops:
         """Return how many new ids complete the first stop string, and the string; None without one."""
         tail = self._tail(before)
         begin = max(0, len(self.decode(tail).rstrip(_REPLACEMENT)) - self._longest + 1)
-
-        def found(count: int) -> list[str]:
+        for count in range(1, len(new) + 1):
             text = self.decode([*tail, *new[:count]])
-            return [stop for stop in self.stops if text.find(stop, begin) >= 0]
-
-        if not new or not found(len(new)):
-            return None
-        counts = range(1, len(new) + 1)  # a string that is found stays found with more tokens
-        count = counts[bisect_left(counts, True, key=lambda count: bool(found(count)))]
-        return count, min(found(count), key=len)
+            if found := [stop for stop in self.stops if text.find(stop, begin) >= 0]:
+                return count, min(found, key=len)
+        return None
 
     def _tail(self, ids: Sequence[int]) -> Sequence[int]:
         return ids[-_BYTES * self._longest :]

@@ -244,15 +244,13 @@ class BackendPool:
 
 _IDLE_FACTOR = 2.0
 """Multiplies the interval for an engine without calls of this pool."""
-_REFUSED_FACTOR = 20.0
-"""Multiplies it for an engine that has refused to report its load."""
 
 
 class StallDetector:
     """Polls what engines report about themselves, tells the router, and ends calls that make no progress.
 
     A call that has been open for `stall_seconds`, while the engine neither answered any call of the pool nor streamed a
-    token nor reported any change in its work, ends and continues elsewhere. An engine that refuses to report is
+    token nor reported any change in its work, ends and continues elsewhere. An engine that reports nothing at all is
     covered by its probes and time limits.
     """
 
@@ -262,16 +260,14 @@ class StallDetector:
         self._options = options
 
     async def watch(self, handle: BackendHandle) -> None:
-        """Follow one engine until cancelled, or until its kind fails to read a report."""
+        """Follow one engine until cancelled, or until it turns out to report nothing."""
         delivered, signature, since = 0, "", handle.clock()
         patience = self._options.stall_seconds
         while True:
             try:
                 load = await self._ask(handle)
-            except BackendRejected:  # it has no such route, or what is between refuses this once
-                since = handle.clock()
-                await anyio.sleep(self._options.load_interval * _REFUSED_FACTOR)
-                continue
+            except BackendRejected:
+                return
             except Exception:
                 text = "the kind of an engine cannot read its load; its stalls are not seen"
                 log.exception(text, backend_id=handle.id, hint="Correct the plug-in.")

@@ -94,6 +94,9 @@ class Pools:
         found = (pool.handle(backend_id) for pool in self._pools.values())
         return next((handle for handle in found if handle is not None), None)
 
+    def names(self) -> list[str]:
+        return sorted(self._pools)
+
     def in_service(self) -> tuple[frozenset[str], anyio.Event]:
         """Return the pools in service, paused ones included, and the event of the next change."""
         return frozenset(name for name, pool in self._pools.items() if pool.in_service), self._changed.next
@@ -102,7 +105,7 @@ class Pools:
         self._changed.notify()
 
     def views(self) -> list[BackendView]:
-        return [view for name in sorted(self._pools) for view in self._pools[name].views()]
+        return [view for name in self.names() for view in self._pools[name].views()]
 
     def version_changes(self) -> dict[str, int]:
         return {name: pool.version_changes for name, pool in self._pools.items()}

@@ -303,7 +303,7 @@ class PolicyServing:
         Raises:
             UnknownPool: Other pools have backends, or will have, but not this one.
         """
-        known = {*self._served, *(pool for pool, _ in self.awaited())}
+        known = {*self._pools.names(), *(pool for pool, _ in self.awaited())}
         if known and pool not in known:
             raise UnknownPool(
                 f"there is no pool {pool!r}{did_you_mean(pool, known)}",
