@@ -12,6 +12,7 @@ for as many tokens as may complete it, and is delivered once it has ended.
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -102,11 +103,15 @@ class CutStops:
         """Return how many new ids complete the first stop string, and the string; None without one."""
         tail = self._tail(before)
         begin = max(0, len(self.decode(tail).rstrip(_REPLACEMENT)) - self._longest + 1)
-        for count in range(1, len(new) + 1):
+
+        def found(count: int) -> list[str]:
             text = self.decode([*tail, *new[:count]])
-            if found := [stop for stop in self.stops if text.find(stop, begin) >= 0]:
-                return count, min(found, key=len)
-        return None
+            return [stop for stop in self.stops if text.find(stop, begin) >= 0]
+
+        if not found(len(new)):
+            return None
+        count = 1 + bisect_left(range(1, len(new)), True, key=lambda count: bool(found(count)))
+        return count, min(found(count), key=len)
 
     def _tail(self, ids: Sequence[int]) -> Sequence[int]:
         return ids[-_BYTES * self._longest :]

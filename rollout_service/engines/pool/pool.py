@@ -78,6 +78,11 @@ class BackendPool:
         return any(handle.state is BackendState.READY for handle in self._registry)
 
     @property
+    def has_served(self) -> bool:
+        """Whether a backend was ever in it."""
+        return self._registry.has_served
+
+    @property
     def paused_at(self) -> float | None:
         return self._registry.paused_at
 
@@ -134,19 +139,17 @@ class BackendPool:
             info = replace(await backend.model_info(), extras=frozenset(exports))
         if accept is not None:
             await accept(info)
-        async with self.controller.joining():
+        tried = info.weight_version
+        async with self.controller.joining(backend) as joined:
             known = self._registry.get(backend.id)
             if known is not None:
                 await backend.close()
                 backend = known.backend
-            info = replace(await backend.model_info(), extras=info.extras)
-            self._registry.refuse_other_vocabulary(backend.id, info.vocab_size)
+                await backend.model_info()
+            info = replace(joined, extras=info.extras)
             is_known = is_checked and known is None
-            version = await self.controller.synchronize(
-                backend, info.weight_version, is_known=is_known, tried=info.weight_version
-            )
-            is_tried = not self.paused or version == info.weight_version
-            info = replace(info, weight_version=version)
+            await self.controller.synchronize(backend, info.weight_version, is_known=is_known, tried=tried)
+            is_tried = not self.paused or info.weight_version == tried
             handle = known or BackendHandle(
                 backend,
                 kind,
@@ -244,14 +247,16 @@ class BackendPool:
 
 _IDLE_FACTOR = 2.0
 """Multiplies the interval for an engine without calls of this pool."""
+_SILENT_FACTOR = 10.0
+"""Multiplies it for an engine that refuses to report its load: a proxy before it may have answered, just now."""
 
 
 class StallDetector:
     """Polls what engines report about themselves, tells the router, and ends calls that make no progress.
 
     A call that has been open for `stall_seconds`, while the engine neither answered any call of the pool nor streamed a
-    token nor reported any change in its work, ends and continues elsewhere. An engine that reports nothing at all is
-    covered by its probes and time limits.
+    token nor reported any change in its work, ends and continues elsewhere. An engine that refuses to report is asked
+    less often, and is covered by its probes and time limits until it reports.
     """
 
     def __init__(self, registry: BackendRegistry, router: Router, options: PoolOptions) -> None:
@@ -260,18 +265,19 @@ class StallDetector:
         self._options = options
 
     async def watch(self, handle: BackendHandle) -> None:
-        """Follow one engine until cancelled, or until it turns out to report nothing."""
         delivered, signature, since = 0, "", handle.clock()
-        patience = self._options.stall_seconds
+        patience, has_warned = self._options.stall_seconds, False
         while True:
             try:
                 load = await self._ask(handle)
-            except BackendRejected:
-                return
-            except Exception:
-                text = "the kind of an engine cannot read its load; its stalls are not seen"
-                log.exception(text, backend_id=handle.id, hint="Correct the plug-in.")
-                return
+            except Exception as error:
+                if not isinstance(error, BackendRejected) and not has_warned:
+                    has_warned = True
+                    text = "the kind of an engine cannot read its load; its stalls are not seen"
+                    log.exception(text, backend_id=handle.id, hint="Correct the plug-in.")
+                await anyio.sleep(self._options.load_interval * _SILENT_FACTOR)
+                since = handle.clock()
+                continue
             now = handle.clock()
             if load is not None and load.running + load.waiting > 0 and load.signature != signature:
                 signature, since = load.signature, now

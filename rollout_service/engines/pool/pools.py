@@ -95,7 +95,8 @@ class Pools:
         return next((handle for handle in found if handle is not None), None)
 
     def names(self) -> list[str]:
-        return sorted(self._pools)
+        """Return the pools that ever had a backend: the name of another one may be a slip of the pen."""
+        return sorted(name for name, pool in self._pools.items() if pool.has_served)
 
     def in_service(self) -> tuple[frozenset[str], anyio.Event]:
         """Return the pools in service, paused ones included, and the event of the next change."""

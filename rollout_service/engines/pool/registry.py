@@ -49,6 +49,10 @@ class BackendRegistry:
         self._paused = mode
         self.notify()
 
+    @property
+    def has_served(self) -> bool:
+        return bool(self._vocabularies)
+
     def __contains__(self, backend_id: object) -> bool:
         return backend_id in self._handles
 

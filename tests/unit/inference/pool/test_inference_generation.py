@@ -2,13 +2,14 @@
 
 from dataclasses import asdict
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from api_schemas.trajectories import FinishReason
 from rollout_service.engines.contract import GenerateRequest, SamplingOptions, new_request_id
 from rollout_service.engines.kinds.token_stream import as_one_chunk
-from rollout_service.engines.pool.continuation import Continuation
+from rollout_service.engines.pool.continuation import Continuation, CutStops
 from tests.support.samples import generation
 
 
@@ -161,3 +162,12 @@ def test_a_stop_string_that_an_interruption_cuts_ends_the_answer(ids, stops, cut
     assert (whole.matched is None) == (alone.matched is None)
     assert whole.matched is None or whole.matched in decode(whole.output_ids)
     assert streamed == (whole.output_ids if is_streamed else [])
+
+
+@pytest.mark.parametrize("completed", [False, True])
+def test_the_end_of_a_cut_stop_string_is_found_by_decoding_few_times(completed):
+    decoded = []
+    stops = CutStops(["x" * 256], lambda ids: decoded.append(None) or decode(ids))
+    new = [4] * 255 + [0] * 500 + ([4] * 300 if completed else [])
+    assert stops.end_of([0] * 900, new) == ((255 + 500 + 256, "x" * 256) if completed else None)
+    assert len(decoded) < 20

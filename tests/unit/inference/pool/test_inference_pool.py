@@ -535,3 +535,11 @@ async def test_unknown_backends_are_named():
             await pools.remove("nobody")
         with pytest.raises(UnknownBackend, match="nobody"):
             pools.drain("nobody")
+
+
+async def test_a_pool_whose_only_registration_failed_is_not_known():
+    faults = [Fault.NO_LOGPROBS]
+    async with ScriptedEngine(SCRIPT, faults=faults) as lacking, running(ScriptedEngine(SCRIPT)) as (pools, _):
+        with pytest.raises(BackendProtocolError):
+            await pools.register(lacking.url, "polciy")
+        assert pools.names() == ["policy"]

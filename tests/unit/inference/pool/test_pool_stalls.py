@@ -7,6 +7,7 @@ import pytest
 
 from api_schemas.inference import BackendState, PauseMode
 from api_schemas.trajectories import FinishReason
+from rollout_service.engines.errors import BackendRejected
 from rollout_service.engines.pool.locality import is_local
 from rollout_service.engines.pool.pools import Pools
 from rollout_service.engines.pool.registry import PoolOptions
@@ -118,6 +119,24 @@ async def test_an_engine_that_reports_no_load_is_not_judged():
         engine.latency = 0.5
         await pools["policy"].generate(request())
         assert pools.views()[0].failures == 0
+
+
+@pytest.mark.parametrize("defect", [BackendRejected("answered 404"), ValueError("a defect")], ids=["4xx", "plug-in"])
+async def test_an_engine_that_reports_again_is_judged_again(monkeypatch, defect):
+    async with ScriptedEngine(Counting()) as engine, Pools(OPTIONS) as pools:
+        await pools.register(engine.url)
+        [handle] = pools["policy"]._registry
+        asked, ask = [], handle.backend.load
+
+        async def load():
+            asked.append(None)
+            if len(asked) == 1:
+                raise defect
+            return await ask()
+
+        monkeypatch.setattr(handle.backend, "load", load)
+        await until(lambda: len(asked) > 2)
+        monkeypatch.undo()
 
 
 def test_this_node_is_known_by_its_names_and_addresses():
