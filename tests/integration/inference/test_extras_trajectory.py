@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from api_schemas.inference import PauseMode
-from api_schemas.rollouts import RolloutRequest, TokenExtras
+from api_schemas.rollouts import TokenExtras
 from api_schemas.trajectories import ForkReason, Message, Segment
-from rollout_service.engines.errors import ExtraUnsupported
 from rollout_service.engines.pool.pools import Pools
 from rollout_service.engines.pool.registry import PoolOptions
 from rollout_service.testing import Counting, ScriptedEngine, ScriptedVllm
@@ -107,21 +106,3 @@ async def test_values_that_were_not_requested_are_none(model):
         (segment,) = policy.trajectory().segments
         figures = (segment.top_ids, segment.top_logprobs, segment.prompt_logprobs, segment.routed_experts)
         assert figures == (None, None, None, None)
-
-
-async def test_an_engine_without_experts_refuses_the_order_typed():
-    engine = ScriptedEngine(Counting(512))
-    async with engine, Pools(OPTIONS) as pools:
-        await pools.register(engine.url)
-        policy = session(pools["policy"], exports=TokenExtras(routed_experts=True))
-        with pytest.raises(ExtraUnsupported, match="does not return routed_experts"):
-            await policy.respond([Message(role="user", content="first")], max_tokens=9)
-
-
-def test_an_order_is_read_from_a_request():
-    body = {
-        "task": {"environment": "calc", "instance": {}},
-        "exports": {"top_logprobs": 5, "routed_experts": True},
-    }
-    request = RolloutRequest.model_validate(body)
-    assert request.exports == TokenExtras(top_logprobs=5, routed_experts=True)

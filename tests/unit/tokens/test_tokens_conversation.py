@@ -96,16 +96,6 @@ def test_the_history_of_the_next_prompt_is_known(conversation, renderer):
     assert len(conversation.rendered_next) == 3
 
 
-def test_an_empty_turn_is_a_turn(conversation, renderer):
-    turn = say(conversation, renderer, "", FinishReason.ABORT, stop=False)
-    assert (turn.output_ids, turn.message.content, turn.tool_calls) == ((), "", [])
-    conversation.append([Message(role="user", content="Go on.")])
-    say(conversation, renderer, "ok")
-    trajectory = conversation.trajectory()
-    check_invariants(trajectory)
-    assert trajectory.finish_reasons == [FinishReason.ABORT, FinishReason.STOP]
-
-
 @pytest.mark.parametrize("reason", [ForkReason.HISTORY_EDITED, ForkReason.COMPACTION])
 def test_an_edited_history_begins_a_segment(conversation, renderer, reason):
     say(conversation, renderer, CALL)
@@ -141,14 +131,6 @@ def test_an_assistant_message_that_was_not_sampled_is_never_trained_on(conversat
     segment = conversation.trajectory().segments[1]
     sampled = [t for t, bit in zip(segment.token_ids, segment.loss_mask, strict=True) if bit]
     assert tuple(sampled) == turn.output_ids
-
-
-def test_messages_after_the_last_turn_are_in_no_segment(conversation, renderer):
-    turn = say(conversation, renderer, CALL)
-    conversation.append([Message(role="tool", content="1")])
-    conversation.prompt()
-    (segment,) = conversation.trajectory().segments
-    assert len(segment.token_ids) == turn.prompt_length + len(turn.output_ids)
 
 
 def test_the_prompt_is_a_copy(conversation):

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import settings
 from renderers.configs import _CONFIG_BY_NAME
 
-from api_schemas.trajectories import FinishReason, ForkReason, Message, ToolCall
+from api_schemas.trajectories import FinishReason, Message, ToolCall
 from rollout_service.tokens import Conversation
-from rollout_service.tokens.renderer import _READ_LAST_TURN, ChatRenderer
+from rollout_service.tokens.renderer import _READ_LAST_TURN
 from tests.support.tokens.chat_formats import FAMILIES, control_tokens, is_special, load, shared
 from tests.support.tokens.conversations import (
     QUESTION,
@@ -86,17 +86,6 @@ def test_a_bridge_is_what_a_render_of_the_whole_conversation_writes(chat):
     assert compared >= (0 if chat.name in NEVER_AS_BEGUN else 1)
 
 
-def test_parallel_calls_are_read_in_order(chat):
-    written = None if chat.name in SINGLE_CALL else as_written(chat, TURNS["parallel calls"])
-    assert (written is None) == (chat.name in SINGLE_CALL | NEVER_AS_BEGUN | {"hy3", "laguna-xs.2", "laguna-m.1"})
-    if written is not None:
-        prompt, output, _ = written
-        calls = chat.parse(output, prompt, [TOOL]).tool_calls
-        assert [(call.name, call.error) for call in calls] == [("python", None)] * 2
-        assert all(call.arguments["code"] == "print(1)" for call in calls)
-        assert len({call.id for call in calls}) == 2
-
-
 def test_calls_that_the_policy_gives_one_id_are_told_apart(chat):
     call = TURNS["call"].tool_calls[0]
     twice = Message(role="assistant", reasoning="Hm.", tool_calls=[call, call])
@@ -111,20 +100,6 @@ def test_a_call_whose_id_is_that_of_the_next_one_is_kept(root):
     call = "<|tool_call_begin|>c-1<|tool_call_argument_begin|>{}<|tool_call_end|>"
     text = f"<|tool_calls_section_begin|>{call}{call}<|tool_calls_section_end|>"
     assert [one.id for one in renderer.parse(renderer.encode(text), call_prefix="c").tool_calls] == ["c-0", "c-1"]
-
-
-def test_malformed_calls_are_distinguished(chat):
-    written = as_written(chat, TURNS["call"]) or as_written(chat, TURNS["thought call"])
-    if written is None:
-        assert chat.name in NEVER_AS_BEGUN
-        return
-    prompt, output, _ = written
-    good = chat.parse(output, prompt, [TOOL])
-    assert [call.error for call in good.tool_calls] == [None]
-    assert not any(call.error for call in good.tool_calls)
-    for length in range(len(output)):
-        for call in chat.parse(output[:length], prompt, [TOOL]).tool_calls:
-            assert (call.arguments is None) == (call.error is not None)
 
 
 @pytest.mark.parametrize("role", ["tool", "user", "assistant"])
@@ -194,15 +169,6 @@ def test_a_turn_that_was_cut_off_is_closed_as_context(chat):
     assert bridged[len(prompt) + len(cut)] in control_ids(chat, bridged)
 
 
-def test_a_missing_or_doubled_end_of_turn_never_loses_a_sampled_token(chat):
-    prompt = chat.render([QUESTION], [TOOL])
-    output = end(chat, prompt, "Fine.")
-    for tail in ([], [output[-1]], [output[-1], 65], [65]):
-        sampled = [*output, *tail]
-        bridged = chat.bridge(prompt, sampled, [QUESTION], [TOOL])
-        assert bridged is None or bridged[: len(prompt) + len(sampled)] == prompt + sampled
-
-
 def test_a_character_may_be_split_over_tokens_and_turns(chat):
     conversation = Conversation(chat, [TOOL])
     conversation.append([QUESTION])
@@ -259,19 +225,6 @@ def test_parsing_raises_on_no_text(chat, written):
     assert kept.strip() == written.strip() or "<" in written
 
 
-def test_compaction_keeps_what_was_sampled_in_its_own_segment(chat):
-    conversation = Conversation(chat, [TOOL])
-    conversation.append([QUESTION])
-    for number in range(2):
-        output = end(chat, conversation.prompt(), "Fine.")
-        conversation.record(output, [-1.0] * len(output), [number] * len(output), FinishReason.STOP)
-        conversation.replace([Message(role="user", content="In short?")], ForkReason.COMPACTION)
-    first, second = conversation.trajectory().segments
-    assert [sum(first.loss_mask), sum(second.loss_mask)] == [len(turn.output_ids) for turn in conversation.turns]
-    assert (second.parent, second.fork_reason) == (0, ForkReason.COMPACTION)
-    assert second.token_ids[: second.shared_prefix] == first.token_ids[: second.shared_prefix]
-
-
 @pytest.mark.parametrize("name", sorted(_READ_LAST_TURN))
 @pytest.mark.parametrize("text", ["Yes.", "<think>\nHm.\n</think>\n\nYes.", "<think>\nHm", "Hm.\n</think>\n\nYes."])
 def test_a_format_that_is_given_the_end_of_a_prompt_answers_as_if_it_had_all_of_it(root, name, text):
@@ -287,11 +240,6 @@ def test_a_format_that_is_given_the_end_of_a_prompt_answers_as_if_it_had_all_of_
             read, known = renderer.parse(output, prompt), library.parse_response(output, prompt_ids=prompt)
             assert (read.content, read.reasoning) == (known.content, known.reasoning_content)
             prompt = bridged or prompt
-
-
-def test_a_format_is_chosen_by_name(root):
-    load(root / "qwen3", "qwen3")
-    assert ChatRenderer.load(root / "qwen3", "qwen3").name == "qwen3"
 
 
 EACH = ceil(100 * settings.default.max_examples / len(FAMILIES))

@@ -101,19 +101,6 @@ async def test_everyone_in_the_queue_waits_for_a_pause_only_so_long():
         assert pool.waiting == 0
 
 
-async def test_a_waiter_that_gives_up_leaves_the_queue():
-    engine = ScriptedEngine(Counting(), latency=0.2)
-    async with running(engine, options=PoolOptions(max_in_flight=1)) as (_, pool):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(pool.generate, request())
-            await until(lambda: engine.in_flight)
-            with anyio.move_on_after(0.01):
-                await pool.generate(request())
-            assert pool.waiting == 0
-            tasks.start_soon(pool.generate, request())
-        assert engine.requests == 3
-
-
 async def test_a_backend_that_joins_takes_from_the_queue_at_once():
     first, second = ScriptedEngine(Counting()), ScriptedEngine(Counting())
     options = PoolOptions(max_in_flight_per_backend=1)

@@ -61,24 +61,6 @@ class Short:
 
 
 @kinds
-async def test_chunks_come_while_tokens_are_sampled(kind):
-    sink, seen = Sink(), []
-    async with running(kind(SCRIPT, latency=0.3)) as (_, pool):
-
-        async def watch():
-            await until(lambda: sink.chunks)
-            seen.extend(sink.ids)
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(watch)
-            whole = await pool.generate(request(60), on_tokens=sink)
-    assert 0 < len(seen) < 60
-    assert is_exact(whole, 60)
-    assert sink.ids == whole.output_ids
-    assert [value for chunk in sink.chunks for value in chunk.logprobs] == whole.logprobs
-
-
-@kinds
 @pytest.mark.parametrize("after", [0, 1, 5, 11])
 @pytest.mark.parametrize("fault", BREAKS)
 async def test_what_was_streamed_is_kept_when_an_answer_breaks_off(kind, fault, after):
@@ -154,41 +136,6 @@ async def test_a_removed_engine_s_stream_continues_elsewhere(kind):
     assert is_exact(results[0], 60)
     assert sink.ids == results[0].output_ids
     assert engine.aborts, "the request is not left behind in the engine"
-
-
-@kinds
-@pytest.mark.parametrize("mode", [PauseMode.ABORT, PauseMode.IN_PLACE, PauseMode.RETRACT])
-async def test_an_update_in_the_middle_repeats_no_token(kind, mode, tmp_path):
-    engine = kind(SCRIPT)
-    sink = Sink()
-    results = []
-    async with running(engine) as (_, pool):
-        engine.latency = 0.5
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(collect, results, lambda: pool.generate(request(60), on_tokens=sink))
-            await until(lambda: len(sink.ids) >= 2)
-            await pool.update_weights(weights_in(tmp_path), 3, mode)
-    (whole,) = results
-    assert is_exact(whole, 60)
-    assert sink.ids == whole.output_ids
-    split = whole.versions.index(3)
-    assert whole.versions == [0] * split + [3] * (60 - split)
-
-
-@kinds
-async def test_a_cancelled_stream_is_aborted_in_its_engine(kind):
-    engine = kind(SCRIPT)
-    sink = Sink()
-    async with running(engine) as (_, pool):
-        engine.latency = 10.0
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(lambda: pool.generate(request(600), on_tokens=sink))
-            await until(lambda: sink.chunks)
-            tasks.cancel_scope.cancel()
-        delivered = len(sink.chunks)
-        await until(lambda: not engine.in_flight)
-        assert engine.aborts
-        assert len(sink.chunks) == delivered
 
 
 @kinds
