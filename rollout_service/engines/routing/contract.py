@@ -8,14 +8,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from api_schemas.inference import PoolOutcome
 from rollout_service.engines.contract import BackendLoad, GenerateRequest, Generation
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     backend_id: str
     in_flight: int
     """Requests of this pool."""
@@ -39,8 +38,7 @@ class Reason(StrEnum):
     """The rollout's own backend is out of service, or has just failed it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
+class Cost(NamedTuple):
     """The expected cost of a request on one backend; all but the tokens are in seconds."""
 
     backend_id: str

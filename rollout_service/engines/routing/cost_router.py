@@ -28,7 +28,7 @@ conversation gained are hashed.
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import repeat
 
@@ -252,7 +252,7 @@ class CostRouter:
         if unread == 1.0 or len(costs) == 1:
             return costs
         chosen = first_choice(prompt, (cost.backend_id for cost in costs))
-        return [replace(cost, prefill=cost.prefill * unread) if cost.backend_id == chosen else cost for cost in costs]
+        return [cost._replace(prefill=cost.prefill * unread) if cost.backend_id == chosen else cost for cost in costs]
 
     @staticmethod
     def _own_part(engines: Sequence[EngineModel]) -> float:
@@ -310,7 +310,7 @@ class CostRouter:
 def _relative_shares(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
     """Scale the largest share to 1: where all have joined of late, none is new."""
     most = max(each.share for each in candidates)
-    return [replace(each, share=each.share / most) for each in candidates]
+    return [each._replace(share=each.share / most) for each in candidates]
 
 
 def _reason(costs: Sequence[Cost], best: Cost, rollout: TrackedRollout | None) -> Reason:

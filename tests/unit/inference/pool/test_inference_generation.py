@@ -1,6 +1,6 @@
 """A generation interrupted anywhere, any number of times, has the tokens of one that was left alone."""
 
-from dataclasses import asdict
+from dataclasses import asdict, fields
 
 import pytest
 from hypothesis import given
@@ -77,7 +77,10 @@ def test_whatever_else_was_asked_for_is_asked_of_each_engine():
         chunk_tokens=5,
         cache_salt="tenant",
         traceparent="00-1-2-01",
+        decode=decode,
     )
+    changing = {"request_id", "input_ids", "sampling", "extras"}
+    assert all(getattr(asked, one.name) != one.default for one in fields(asked) if one.name not in changing)
     continuation = Continuation(asked)
     first = continuation.next_request()
     continuation.add(answer(first, 1, FinishReason.ABORT))
