@@ -30,7 +30,7 @@ from rollout_service.engines.errors import InferenceError
 from rollout_service.engines.pool.pools import Pools
 from rollout_service.engines.pool.weights.outcomes import OUT_OF_SERVICE
 from rollout_service.engines.pool.weights.state import PoolState
-from rollout_service.engines.serving.commands import (
+from rollout_service.engines.serving.orders import (
     REQUESTS,
     LocalCommands,
     PoolCommands,

@@ -1,33 +1,95 @@
 """A trainer's orders to a whole pool: to pause, to resume, to load weights, to join and leave process groups.
 
-Each order is carried out by every service that serves the pool, and its outcome has the answer of each backend.
+Each order is carried out by every service that serves the pool, and its outcome has the answer of each backend. Whoever
+carries it out, the caller gets that outcome, or the error that refused the order. A frozen pool is paused and resumed
+like others, and takes no weights.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 import structlog
-from pydantic import JsonValue
+from pydantic import BaseModel, JsonValue
 
 from api_schemas.events import EventKind
 from api_schemas.inference import (
+    FROZEN_NAMES,
     PauseRequest,
     PoolOutcome,
     ResumeRequest,
     WeightsGroupRequest,
     WeightsRequest,
+    is_frozen,
 )
-from rollout_service.engines.errors import InferenceError, WeightsPartlyLoaded
+from rollout_service.engines.errors import InferenceError, PoolFrozen, WeightsPartlyLoaded
+from rollout_service.engines.pool.pools import Pools
 from rollout_service.engines.pool.weights.outcomes import (
     check_outcome,
     check_weights_outcome,
     failed_backends,
 )
-from rollout_service.engines.serving.commands import LeaveGroupRequest, PoolCommands, PoolRequest
+from rollout_service.store.engines_contract import CommandKind
 
 log = structlog.get_logger(__name__)
+
+
+class LeaveGroupRequest(BaseModel):
+    pool: str
+    group_name: str
+
+
+PoolRequest = PauseRequest | ResumeRequest | WeightsRequest | WeightsGroupRequest | LeaveGroupRequest
+REQUESTS: dict[CommandKind, type[PoolRequest]] = {
+    CommandKind.PAUSE: PauseRequest,
+    CommandKind.RESUME: ResumeRequest,
+    CommandKind.WEIGHTS: WeightsRequest,
+    CommandKind.JOIN_GROUP: WeightsGroupRequest,
+    CommandKind.LEAVE_GROUP: LeaveGroupRequest,
+}
+
+
+class PoolCommands(Protocol):
+    async def run(self, request: PoolRequest) -> PoolOutcome:
+        """Carry out a command.
+
+        Raises:
+            InferenceError: The command was refused, as the methods of `BackendPool` say.
+        """
+        ...
+
+
+class LocalCommands(PoolCommands):
+    def __init__(self, pools: Pools) -> None:
+        self._pools = pools
+
+    async def run(self, request: PoolRequest, *, is_repeated: bool = False) -> PoolOutcome:
+        """Carry out a command; one that `is_repeated` may have reached some backends already."""
+        refuse_weights_of_frozen(request)
+        pool = self._pools[request.pool]
+        match request:
+            case PauseRequest():
+                return await pool.pause(request.mode, request.drain_seconds)
+            case ResumeRequest():
+                return await pool.resume()
+            case WeightsRequest():
+                return await pool.load_weights(request, is_repeated=is_repeated and not request.force)
+            case WeightsGroupRequest():
+                return await pool.controller.join_group(request)
+            case LeaveGroupRequest():
+                return await pool.controller.leave_group(request.group_name)
+
+
+def refuse_weights_of_frozen(request: PoolRequest) -> None:
+    if isinstance(request, WeightsRequest | WeightsGroupRequest) and is_frozen(request.pool):
+        raise PoolFrozen(
+            f"pool {request.pool!r} is frozen, as its name says, and takes no weights",
+            hint="Send them to the pool that is trained. To replace a frozen policy, start an engine with it, register "
+            f"that, and remove the old one; or use a pool whose name is not {FROZEN_NAMES}.",
+        )
+
 
 Announce = Callable[[EventKind, str, dict[str, JsonValue]], None]
 """Writes an event of a kind, about a subject; never waits and never fails."""

@@ -30,8 +30,7 @@ from rollout_service.engines.pool.locality import is_loopback, loopback_scope
 from rollout_service.engines.pool.pool import BackendPool
 from rollout_service.engines.pool.pools import Pools, backend_id_of
 from rollout_service.engines.serving.awaited_backends import RECONNECT_SECONDS, AwaitedBackends
-from rollout_service.engines.serving.commands import LocalCommands, PoolCommands
-from rollout_service.engines.serving.orders import Announce, PoolOrders
+from rollout_service.engines.serving.orders import Announce, LocalCommands, PoolCommands, PoolOrders
 from rollout_service.engines.serving.session import PolicySession
 from rollout_service.engines.serving.turn_log import TurnLog
 from rollout_service.store.engines_contract import BackendStore, SharedBackend, end_of_lease
