@@ -19,7 +19,7 @@ from rollout_service.engines.local_servers.cpu_server import SGLangCpuServer
 from rollout_service.engines.local_servers.process import ServerCommand, ServerProcess
 from rollout_service.testing import Counting, ScriptedEngine, ScriptedVllm, Shape, write_random_checkpoint
 from sandboxes.host.ports import free_port
-from tests.support.engines.engine_under_test import Checkpoints, EngineUnderTest, until_idle
+from tests.support.engines.engine_under_test import ON_SGLANG, ON_VLLM, Checkpoints, EngineUnderTest, until_idle
 from tests.support.vllm_cpu import CACHE_BLOCK, VllmCpuServer
 
 
@@ -96,17 +96,7 @@ def scripted_url(checkpoints: Checkpoints) -> Iterator[str]:
     yield from serving(engine)
 
 
-# vLLM takes a minute to start, and several on a busy machine.
-ON_VLLM = [pytest.mark.vllm, pytest.mark.xdist_group("vllm"), pytest.mark.timeout(480)]
-REAL = [
-    pytest.param("embedded", id="embedded"),
-    pytest.param(
-        "sglang",
-        id="sglang",
-        marks=[pytest.mark.sglang, pytest.mark.xdist_group("sglang"), pytest.mark.timeout(480)],
-    ),
-    pytest.param("vllm", id="vllm", marks=ON_VLLM),
-]
+REAL = [pytest.param("embedded", id="embedded"), ON_SGLANG, ON_VLLM]
 if PLUG_IN_KIND := os.environ.get("ROLLOUT_ENGINE_KIND", ""):
     REAL.append(
         pytest.param("plug_in", id="plug-in", marks=[pytest.mark.xdist_group("plug-in"), pytest.mark.timeout(480)])

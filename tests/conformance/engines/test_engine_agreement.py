@@ -10,7 +10,13 @@ import pytest
 from rollout_service.engines.contract import SamplingOptions
 from rollout_service.engines.kinds.sglang.backend import SGLangBackend
 from rollout_service.engines.local_servers.cpu_server import DEFAULT_ENVIRONMENT
-from tests.support.engines.with_transformers import ask_transformers, some_requests
+from tests.support.engines.with_transformers import (
+    generate_together,
+    largest_difference,
+    recompute,
+    some_requests,
+    temperature_of,
+)
 
 pytestmark = [
     pytest.mark.anyio,
@@ -31,31 +37,6 @@ SAMPLINGS = [
 ]
 
 
-async def generate_together(backend, requests):
-    results = {}
-
-    async def generate(index):
-        results[index] = await backend.generate(requests[index])
-
-    async with anyio.create_task_group() as tasks:
-        for index in range(len(requests)):
-            tasks.start_soon(generate, index)
-    return [results[index] for index in range(len(requests))]
-
-
-def temperature_of(request):
-    return request.sampling.temperature or 1.0
-
-
-def recompute(model, requests, generations):
-    sequences = [
-        {"prompt": list(request.input_ids), "output": each.output_ids, "temperature": temperature_of(request)}
-        for request, each in zip(requests, generations, strict=True)
-    ]
-    order = {"model": str(model), "sequences": sequences}
-    return ask_transformers(DEFAULT_ENVIRONMENT, "recompute_logprobs.py", order)
-
-
 async def score_with_sglang(url, request, generation):
     """Return SGLang's logprobs, at temperature 1, of tokens that another engine sampled."""
     body = {
@@ -67,12 +48,6 @@ async def score_with_sglang(url, request, generation):
     async with aiohttp.ClientSession() as session, session.post(f"{url}/generate", json=body) as answer:
         entries = (await answer.json())["meta_info"]["input_token_logprobs"]
     return [logprob for logprob, _, _ in entries[1:]]
-
-
-def largest_difference(left, right):
-    """Return the largest difference; that of unlikely tokens counts relatively, as float32 rounds large logits more."""
-    assert len(left) == len(right)
-    return max(abs(a - b) / max(1.0, abs(a)) for a, b in zip(left, right, strict=True))
 
 
 @pytest.fixture(params=["random", "calc-base", "calc-tuned"])
@@ -98,7 +73,7 @@ async def test_transformers_gives_every_sampled_token_the_same_logprob(model, em
             asked = some_requests(seed, SAMPLINGS)
             requests += asked
             generations += await generate_together(backend, asked)
-    recomputed = await anyio.to_thread.run_sync(recompute, model, requests, generations)
+    recomputed = await anyio.to_thread.run_sync(recompute, DEFAULT_ENVIRONMENT, model, requests, generations)
     for generation, logprobs in zip(generations, recomputed, strict=True):
         assert largest_difference(generation.logprobs, logprobs) < TRANSFORMERS_TOLERANCE
 

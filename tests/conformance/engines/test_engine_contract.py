@@ -11,16 +11,13 @@ from rollout_service.engines.contract import Generation
 from rollout_service.engines.errors import BackendRejected, PromptTooLong
 from rollout_service.engines.kinds.sglang.wire import generate_body
 from rollout_service.engines.pool.continuation import Continuation
-from tests.support.engines.engine_under_test import ATTEMPTS, LONG
+from tests.support.engines.engine_under_test import ATTEMPTS, LONG, ON_SGLANG
 from tests.support.waiting import collect
 
 pytestmark = pytest.mark.anyio
 
 PROMPT = [(7 * i + 11) % 256 for i in range(40)]
-SPEAK_SGLANG = [
-    "embedded",
-    pytest.param("sglang", marks=[pytest.mark.sglang, pytest.mark.xdist_group("sglang"), pytest.mark.timeout(480)]),
-]
+SPEAK_SGLANG = ["embedded", ON_SGLANG]
 
 
 @pytest.fixture(scope="module")

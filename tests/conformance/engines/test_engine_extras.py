@@ -7,17 +7,13 @@ import pytest
 from rollout_service.engines.contract import RequestedExtras
 from rollout_service.engines.pool.backend_handle import check_backend
 from rollout_service.engines.pool.continuation import Continuation
+from tests.support.engines.engine_under_test import ON_SGLANG, ON_VLLM
 
 pytestmark = pytest.mark.anyio
 
 PROMPT = [(7 * i + 11) % 256 for i in range(40)]
 LONG = 600
-GIVE_ALL = [
-    pytest.param("embedded"),
-    pytest.param("sglang", marks=[pytest.mark.sglang, pytest.mark.xdist_group("sglang"), pytest.mark.timeout(480)]),
-    pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.xdist_group("vllm"), pytest.mark.timeout(480)]),
-]
-real_engines = pytest.mark.parametrize("model_engine", GIVE_ALL, indirect=True)
+real_engines = pytest.mark.parametrize("model_engine", ["embedded", ON_SGLANG, ON_VLLM], indirect=True)
 
 
 @real_engines

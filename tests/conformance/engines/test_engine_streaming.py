@@ -7,17 +7,14 @@ from api_schemas.inference import PauseMode
 from api_schemas.trajectories import FinishReason
 from rollout_service.engines.contract import RequestedExtras
 from rollout_service.engines.errors import SchemaRefused
-from tests.support.engines.engine_under_test import ATTEMPTS, LONG, until_idle
+from tests.support.engines.engine_under_test import ATTEMPTS, LONG, ON_SGLANG, ON_VLLM, until_idle
 
 pytestmark = pytest.mark.anyio
 
 PROMPT = [(7 * i + 11) % 256 for i in range(40)]
 SCHEMA = """{"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"],
  "additionalProperties": false}"""
-CONSTRAINING = [
-    pytest.param("sglang", marks=[pytest.mark.sglang, pytest.mark.xdist_group("sglang"), pytest.mark.timeout(480)]),
-    pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.xdist_group("vllm"), pytest.mark.timeout(480)]),
-]
+CONSTRAINING = [ON_SGLANG, ON_VLLM]
 
 
 class Sink:

@@ -8,8 +8,9 @@ from api_schemas.inference import PauseMode
 from rollout_service.engines.contract import GenerateRequest, SamplingOptions, new_request_id
 from rollout_service.engines.errors import BackendRejected
 from rollout_service.engines.kinds.vllm.backend import VllmBackend
-from tests.support.engines.with_transformers import ask_transformers, some_requests
+from tests.support.engines.with_transformers import generate_together, recompute, some_requests
 from tests.support.vllm_cpu import DEFAULT_ENVIRONMENT
+from tests.support.waiting import collect
 
 pytestmark = [
     pytest.mark.anyio,
@@ -21,11 +22,6 @@ pytestmark = [
 
 TOLERANCE = 1e-4
 SAMPLINGS = [SamplingOptions(max_new_tokens=24, temperature=each) for each in (1.0, 0.6, 1.3, 0.0)]
-
-
-def recompute(model, sequences):
-    order = {"model": str(model), "sequences": sequences}
-    return ask_transformers(DEFAULT_ENVIRONMENT, "recompute_logprobs.py", order)
 
 
 def largest_difference(left, right):
@@ -45,25 +41,11 @@ async def backend(vllm_url, anyio_backend):
 async def test_transformers_gives_every_sampled_token_the_same_logprob(backend, untied_checkpoints, name):
     model = getattr(untied_checkpoints, name)
     await backend.update_weights(str(model), 1)
-    requests, generations = some_requests(7, SAMPLINGS), {}
-
-    async def generate(index):
-        generations[index] = await backend.generate(requests[index])
-
-    async with anyio.create_task_group() as tasks:
-        for index in range(len(requests)):
-            tasks.start_soon(generate, index)
-    sequences = [
-        {
-            "prompt": list(request.input_ids),
-            "output": generations[index].output_ids,
-            "temperature": request.sampling.temperature or 1.0,
-        }
-        for index, request in enumerate(requests)
-    ]
-    recomputed = await anyio.to_thread.run_sync(recompute, model, sequences)
-    for index, logprobs in enumerate(recomputed):
-        assert largest_difference(generations[index].logprobs, logprobs) < TOLERANCE
+    requests = some_requests(7, SAMPLINGS)
+    generations = await generate_together(backend, requests)
+    recomputed = await anyio.to_thread.run_sync(recompute, DEFAULT_ENVIRONMENT, model, requests, generations)
+    for generation, logprobs in zip(generations, recomputed, strict=True):
+        assert largest_difference(generation.logprobs, logprobs) < TOLERANCE
 
 
 async def test_weights_that_would_be_loaded_in_part_are_refused(backend, checkpoints):
@@ -76,32 +58,19 @@ async def test_each_token_is_of_the_weights_that_its_version_names(backend, unti
     checkpoints = untied_checkpoints
     await backend.update_weights(str(checkpoints.first), 1)
     prompt, parts = [(7 * i + 11) % 256 for i in range(40)], []
-
-    async def generate():
-        parts.append(
-            await backend.generate(
-                GenerateRequest(new_request_id(), prompt, SamplingOptions(max_new_tokens=1500, temperature=1.0))
-            )
-        )
-
+    request = GenerateRequest(new_request_id(), prompt, SamplingOptions(max_new_tokens=1500))
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(generate)
+        tasks.start_soon(collect, parts, lambda: backend.generate(request))
         while not parts and not (await backend.load()).running:  # by chance it may end at its first tokens
             await anyio.sleep(0.01)
         await backend.pause(PauseMode.ABORT)
     await backend.update_weights(str(checkpoints.second), 2)
     await backend.resume()
     (first,) = parts
-    resumed = GenerateRequest(
-        new_request_id(), [*prompt, *first.output_ids], SamplingOptions(max_new_tokens=30, temperature=1.0)
-    )
+    resumed = GenerateRequest(new_request_id(), [*prompt, *first.output_ids], SamplingOptions(max_new_tokens=30))
     second = await backend.generate(resumed)
     assert set(first.versions) <= {1}
     assert set(second.versions) == {2}
-    for model, asked, part in (
-        (checkpoints.first, prompt, first),
-        (checkpoints.second, resumed.input_ids, second),
-    ):
-        sequence = {"prompt": list(asked), "output": part.output_ids, "temperature": 1.0}
-        (logprobs,) = await anyio.to_thread.run_sync(recompute, model, [sequence])
+    for model, asked, part in ((checkpoints.first, request, first), (checkpoints.second, resumed, second)):
+        (logprobs,) = await anyio.to_thread.run_sync(recompute, DEFAULT_ENVIRONMENT, model, [asked], [part])
         assert largest_difference(part.logprobs, logprobs) < TOLERANCE

@@ -30,6 +30,15 @@ ATTEMPTS = 20
 """Attempts to interrupt a request: on a busy machine the test may go on only after the last token."""
 
 
+# vLLM takes a minute to start, and several on a busy machine.
+ON_SGLANG = pytest.param(
+    "sglang", id="sglang", marks=[pytest.mark.sglang, pytest.mark.xdist_group("sglang"), pytest.mark.timeout(480)]
+)
+ON_VLLM = pytest.param(
+    "vllm", id="vllm", marks=[pytest.mark.vllm, pytest.mark.xdist_group("vllm"), pytest.mark.timeout(480)]
+)
+
+
 @dataclass(frozen=True)
 class Checkpoints:
     """Two models of one shape."""

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rollout_service.engines.contract import GenerateRequest, SamplingOptions, new_request_id
+import anyio
+
+from rollout_service.engines.contract import Backend, GenerateRequest, Generation, SamplingOptions, new_request_id
 
 
 def ask_transformers(environment: Path, script: str, order: Any) -> Any:
@@ -27,3 +29,36 @@ def some_requests(seed: int, samplings: Sequence[SamplingOptions]) -> list[Gener
         GenerateRequest(new_request_id(), prompt, samplings[index % len(samplings)])
         for index, prompt in enumerate(prompts)
     ]
+
+
+async def generate_together(backend: Backend, requests: Sequence[GenerateRequest]) -> list[Generation]:
+    results: dict[int, Generation] = {}
+
+    async def generate(index: int) -> None:
+        results[index] = await backend.generate(requests[index])
+
+    async with anyio.create_task_group() as tasks:
+        for index in range(len(requests)):
+            tasks.start_soon(generate, index)
+    return [results[index] for index in range(len(requests))]
+
+
+def temperature_of(request: GenerateRequest) -> float:
+    return request.sampling.temperature or 1.0
+
+
+def recompute(
+    environment: Path, model: Path, requests: Sequence[GenerateRequest], generations: Sequence[Generation]
+) -> Any:
+    """Return the logprobs of all sampled tokens, as transformers computes them."""
+    sequences = [
+        {"prompt": list(request.input_ids), "output": each.output_ids, "temperature": temperature_of(request)}
+        for request, each in zip(requests, generations, strict=True)
+    ]
+    return ask_transformers(environment, "recompute_logprobs.py", {"model": str(model), "sequences": sequences})
+
+
+def largest_difference(left: Sequence[float], right: Sequence[float]) -> float:
+    """Return the largest difference; that of unlikely tokens counts relatively, as float32 rounds large logits more."""
+    assert len(left) == len(right)
+    return max((abs(a - b) / max(1.0, abs(a)) for a, b in zip(left, right, strict=True)), default=0.0)
