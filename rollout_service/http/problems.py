@@ -104,6 +104,8 @@ async def _http_exception(request: Request, error: Exception) -> Response:
         raise error
     if isinstance(error.__cause__, ServiceError):  # FastAPI passes on only exceptions of its own
         return await _service_error(request, error.__cause__)
+    if isinstance(error.__cause__, RequestValidationError):
+        return await _validation_error(request, error.__cause__)
     title = HTTPStatus(error.status_code).phrase
     headers = error.headers
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED and (allowed := _allowed(request)):

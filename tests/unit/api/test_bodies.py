@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import anyio
 import httpx
 import pytest
+from fastapi._compat import ModelField
 from hypothesis import given
 from hypothesis import strategies as st
 from starlette.types import Message
@@ -93,12 +94,13 @@ async def test_a_body_that_waits_to_be_parsed_still_takes_its_room(monkeypatch):
     monkeypatch.setattr("rollout_service.http.requests.WAIT_SECONDS", 0)
     begun, goes_on = threading.Event(), threading.Event()
 
-    def parse(body: bytes) -> None:
+    def parse(*_: object) -> None:
         begun.set()
         goes_on.wait(60)
         raise ValueError("enough")
 
-    monkeypatch.setattr("rollout_service.server.api.routes.support.route._parse_large", parse)
+    large = "rollout_service.server.api.routes.support.route._parse_large"
+    monkeypatch.setattr(large, parse)
     app = create_app(load_settings(max_body_bytes=100_000, http={"max_bytes_in_flight": 200_000}))
     answers: list[int] = []
 
@@ -110,7 +112,7 @@ async def test_a_body_that_waits_to_be_parsed_still_takes_its_room(monkeypatch):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(post)
             await until(begun.is_set)
-            monkeypatch.setattr("rollout_service.server.api.routes.support.route._parse_large", json.loads)
+            monkeypatch.setattr(large, lambda body, _: json.loads(body))
             await post()
             goes_on.set()
         await post()
@@ -170,6 +172,26 @@ async def test_a_body_of_errors_is_refused_with_few_of_them(body, errors):
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
         refused = await http.post("/v1/runs/a/tasks", json=body)
         assert (refused.status_code, len(refused.json()["errors"])) == (422, errors)
+
+
+@pytest.mark.parametrize("version", [0, "x"])
+async def test_a_large_body_is_validated_in_a_thread(monkeypatch, version):
+    app, threads, validate = create_app(load_settings()), set[threading.Thread](), ModelField.validate
+
+    def noted(self: ModelField, value: object, *given: object, **options: object) -> object:
+        threads.update([threading.current_thread()] if isinstance(value, dict) else [])
+        return validate(self, value, *given, **options)
+
+    monkeypatch.setattr(ModelField, "validate", noted)
+    app.state.service = None  # which the body does not reach
+    tasks = [{"environment": "calc", "instance": {"n": n}} for n in range(2_000)]
+    body = {"source": {"kind": "inline", "tasks": tasks}, "batch_size": 1, "version": version}
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+        answer = await http.post("/v1/runs", json=body)
+    paths = [error["path"] for error in answer.json()["errors"]]
+    assert (answer.status_code, paths) == ((500, []) if version == 0 else (422, ["body.version"]))
+    assert threading.main_thread() not in threads
 
 
 async def test_a_query_of_unknown_parameters_is_refused_with_few_of_them():
