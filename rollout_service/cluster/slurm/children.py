@@ -14,11 +14,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import anyio
+import anyio.to_thread
 import structlog
 from anyio.abc import Process
 
@@ -57,6 +58,8 @@ class KeptProcess:
     """Whether the end of its input asks it to end, and not SIGTERM: after that, `srun` kills its tasks at once."""
     final_codes: frozenset[int] = frozenset({0})
     """It is not started again after these exit codes."""
+    before_restart: Callable[[], None] | None = None
+    """Called in a thread each time before it is started again."""
     stopping: anyio.Event = field(default_factory=anyio.Event)
 
     async def keep_running(self) -> int | None:
@@ -78,6 +81,8 @@ class KeptProcess:
             log.warning("part of the job ended", part=self.name, exit_code=code, again_in_seconds=pause)
             with anyio.move_on_after(pause):
                 await self.stopping.wait()
+            if self.before_restart is not None:
+                await anyio.to_thread.run_sync(self.before_restart)
         return None
 
     async def run_once(self) -> int:

@@ -78,11 +78,11 @@ class JobNode:
         return was_stopped
 
     async def _end_child(self, child: KeptProcess, redis_url: str | None) -> None:
-        """End the service when this node is to end, or when the Redis of the job that it joined has moved."""
+        """End the service when this node is to end, or when the Redis that it shares has moved."""
         while not self.ending.stopping.is_set():
             with anyio.move_on_after(LOOK_SECONDS):
                 await self.ending.stopping.wait()
-            if self.spec.join is None:
+            if redis_url is None:
                 continue
             if redis_address(self.home, self.home_spec) not in (None, redis_url):
                 log.info("the Redis has moved; the service starts again", node=self.name)

@@ -9,6 +9,10 @@ from __future__ import annotations
 
 import secrets
 import shutil
+import socket
+from functools import partial
+from pathlib import Path
+from urllib.parse import urlsplit
 
 import anyio
 import structlog
@@ -74,18 +78,41 @@ def redis_child(folder: JobFolder, spec: JobSpec) -> KeptProcess:
     password_file = path / "password"
     if not password_file.exists():
         write_private(password_file, secrets.token_urlsafe(32).encode())
-    port = free_port(address)
+    _listen_at(path, address, free_port(address))
+    return KeptProcess(
+        "redis",
+        [program, str(path / "redis.conf")],
+        folder.log("redis"),
+        GRACE_SECONDS,
+        # It also exits with 0 when somebody else ends it, such as a daemon that frees memory.
+        final_codes=frozenset(),
+        before_restart=partial(_move_if_taken, path, address),
+    )
+
+
+def _listen_at(path: Path, address: str, port: int) -> None:
     text = CONFIGURATION.format(
         address=address,
         port=port,
-        password=password_file.read_text(),
+        password=(path / "password").read_text(),
         folder=str(path).replace('"', r"\""),  # the script of the job refuses folders with a backslash
     )
     write_private(path / "redis.conf", text.encode())
     write_private(path / "address", f"redis://{address}:{port}/0".encode())
-    command = [program, str(path / "redis.conf")]
-    # It also exits with 0 when somebody else ends it, such as a daemon that frees memory.
-    return KeptProcess("redis", command, folder.log("redis"), GRACE_SECONDS, final_codes=frozenset())
+
+
+def _move_if_taken(path: Path, address: str) -> None:
+    """Choose another port if another program has taken the one of before; the nodes follow the address."""
+    try:
+        port = urlsplit((path / "address").read_text()).port
+        try:
+            socket.create_server((address, port or 0)).close()
+        except OSError:
+            other = free_port(address)
+            _listen_at(path, address, other)
+            log.warning("the port of the job's Redis is taken: it moves to another", port=port, moved_to=other)
+    except OSError as error:  # a shared file system fails for a moment
+        log.warning("the job's Redis may find its port taken", error=str(error))
 
 
 def redis_program(spec: JobSpec) -> str:

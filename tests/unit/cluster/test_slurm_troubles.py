@@ -2,7 +2,9 @@
 
 import errno
 import shutil
+import socket
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import anyio
 import pytest
@@ -105,6 +107,31 @@ async def test_a_redis_that_somebody_ends_in_order_is_started_again(tmp_path, mo
         tasks.start_soon(redis.keep_running)
         await until(lambda: runs.exists() and runs.read_text().count("run") >= 2)
         redis.stopping.set()
+
+
+async def test_a_redis_whose_port_is_taken_moves_to_another_and_the_nodes_follow(tmp_path, monkeypatch):
+    monkeypatch.setattr(children, "FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(node_module, "LOOK_SECONDS", 0.001)
+    folder, program = JobFolder(tmp_path / "job"), tmp_path / "redis-server"
+    folder.create()
+    program.write_text('#!/bin/sh\ngrep ^port "$1" >>"$1.ports"\n')
+    program.chmod(0o700)
+    spec = SPEC.model_copy(update={"redis_server": str(program)})
+    redis = redis_child(folder, spec)
+    url = redis_address(folder, spec)
+    first, ports = urlsplit(url), folder.path / "redis" / "redis.conf.ports"
+    node = JobNode(folder, spec, tmp_path, "n1", 0, folder, spec, EndRequests("node"))
+    service = node._child(first.hostname, url)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(node._end_child, service, url)
+        tasks.start_soon(redis.keep_running)
+        await until(lambda: ports.exists() and ports.read_text().count(str(first.port)) >= 2)
+        assert not service.stopping.is_set()
+        with socket.create_server((first.hostname, first.port)):
+            await until(lambda: ports.read_text().splitlines()[-1] != f"port {first.port}")
+            await service.stopping.wait()
+        redis.stopping.set()
+    assert urlsplit(redis_address(folder, spec)).port != first.port
 
 
 async def test_a_job_lists_no_part_that_an_earlier_job_of_its_folder_has_left(tmp_path, monkeypatch):
