@@ -22,8 +22,7 @@ from rollout_service.store.codec.summaries import decode_summary
 from rollout_service.store.lists_contract import CLOCK_STEP_SECONDS
 from rollout_service.store.redis.connection import RedisConnection
 from rollout_service.store.redis.replies import STATES, decode_fields
-from rollout_service.store.redis.runs.records import ClosedRecord, OpenRecord
-from rollout_service.store.redis.runs.rollouts import RunKeys
+from rollout_service.store.redis.runs.records import ClosedRecord, OpenRecord, RunKeys
 
 ROWS_AT_ONCE = 1_000
 """The most rollouts that one call looks at, which takes Redis about 1 ms."""

@@ -18,8 +18,7 @@ from rollout_service.settings import RetentionSettings
 from rollout_service.store.cluster_contract import RoleLease
 from rollout_service.store.redis import RedisConfig, RedisConnection
 from rollout_service.store.redis.runs.database import RunDatabase
-from rollout_service.store.redis.runs.records import pack
-from rollout_service.store.redis.runs.rollouts import RunKeys
+from rollout_service.store.redis.runs.records import RunKeys, pack
 from rollout_service.store.redis.store import RedisStore
 from rollout_service.store.runs_contract import BatchLease, BatchLeaseRequest, NoBatch
 from tests.support.redis_server import redis_server

@@ -18,10 +18,8 @@ from rollout_service.base.errors import ConflictError, LeadershipLostError
 from rollout_service.store.base import unknown_run
 from rollout_service.store.cluster_contract import RoleLease
 from rollout_service.store.redis.connection import RedisConnection
-from rollout_service.store.redis.runs.draft import RunDraft
-from rollout_service.store.redis.runs.records import ClosedRecord, Command, pack
-from rollout_service.store.redis.runs.rollouts import RunKeys
-from rollout_service.store.redis.runs.transaction import RunTransaction
+from rollout_service.store.redis.runs.records import ClosedRecord, Command, RunKeys, pack
+from rollout_service.store.redis.runs.transaction import RunDraft, RunTransaction
 from rollout_service.store.runs_contract import RunRecord
 
 P = ParamSpec("P")

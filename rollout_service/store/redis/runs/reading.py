@@ -24,8 +24,14 @@ from rollout_service.store.codec.runs import SIZE
 from rollout_service.store.lists_contract import LOOKED_AT, GroupSelection
 from rollout_service.store.redis.replies import RolloutRow, decode_fields
 from rollout_service.store.redis.runs.database import RunDatabase
-from rollout_service.store.redis.runs.records import ClosedRecord, Command, GroupStatus, OpenRecord
-from rollout_service.store.redis.runs.rollouts import fields_read, size_read
+from rollout_service.store.redis.runs.records import (
+    ClosedRecord,
+    Command,
+    GroupStatus,
+    OpenRecord,
+    fields_read,
+    size_read,
+)
 from rollout_service.store.redis.runs.transaction import by_number, chunks, open_records
 from rollout_service.store.runs_contract import ClosedSample, GroupClosure, GroupHead, OpenGroup
 

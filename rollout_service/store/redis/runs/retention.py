@@ -20,10 +20,8 @@ from rollout_service.settings import RetentionSettings
 from rollout_service.store import rules
 from rollout_service.store.redis.runs import run_changes
 from rollout_service.store.redis.runs.database import Replies, RunDatabase
-from rollout_service.store.redis.runs.draft import RunDraft
-from rollout_service.store.redis.runs.records import ClosedRecord, Command, OpenRecord
-from rollout_service.store.redis.runs.rollouts import RunKeys, all_runs, result_read
-from rollout_service.store.redis.runs.transaction import RunTransaction, chunks
+from rollout_service.store.redis.runs.records import ClosedRecord, Command, OpenRecord, RunKeys, all_runs, result_read
+from rollout_service.store.redis.runs.transaction import RunDraft, RunTransaction, chunks
 from rollout_service.store.rules import SettledGroup
 
 if TYPE_CHECKING:

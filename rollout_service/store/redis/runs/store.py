@@ -27,12 +27,10 @@ from rollout_service.store.codec import runs as run_codec
 from rollout_service.store.codec.record import fingerprint, id_taken
 from rollout_service.store.redis.runs import batch_changes, run_changes
 from rollout_service.store.redis.runs.database import Replies, RunDatabase
-from rollout_service.store.redis.runs.draft import RunDraft
 from rollout_service.store.redis.runs.reading import GroupReader
-from rollout_service.store.redis.runs.records import Command
+from rollout_service.store.redis.runs.records import Command, active_runs, all_runs, erased_read
 from rollout_service.store.redis.runs.retention import RunRetention
-from rollout_service.store.redis.runs.rollouts import active_runs, all_runs, erased_read
-from rollout_service.store.redis.runs.transaction import RunTransaction, chunks
+from rollout_service.store.redis.runs.transaction import RunDraft, RunTransaction, chunks
 from rollout_service.store.redis.topics import TopicReader
 from rollout_service.store.runs_contract import (
     BatchLease,
