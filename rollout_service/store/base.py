@@ -134,8 +134,7 @@ class BaseStore(StoreShard):
         self, *, state: RolloutState | None = None, cursor: str | None = None, limit: int = 100
     ) -> RolloutPage:
         if cursor is not None and not (cursor.isascii() and cursor.isdigit() and len(cursor) < 19):
-            problem = FieldError(path="query.cursor", message=f"{cursor!r} is not a cursor")
-            raise InvalidFieldError([problem], hint="Pass `next_cursor` of the previous page, or omit the cursor.")
+            raise wrong_cursor(cursor)
         rows, counts = await self._page(state, int(cursor or 0), limit + 1)
         return await anyio.to_thread.run_sync(codec.make_page, rows, limit, counts)
 
@@ -213,6 +212,11 @@ class BaseRuns(ShardRuns):
     @abstractmethod
     async def _whole_rows(self, rollout_ids: Sequence[str]) -> Sequence[Row]:
         """Return the rows of the rollouts that exist, with their encoded trajectories."""
+
+
+def wrong_cursor(cursor: str) -> InvalidFieldError:
+    problem = FieldError(path="query.cursor", message=f"{cursor!r} is not a cursor")
+    return InvalidFieldError([problem], hint="Pass `next_cursor` of the previous page, or omit the cursor.")
 
 
 def unknown_run(run_id: str) -> NotFoundError:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import chain
 from typing import Any
 from uuid import uuid4
 
@@ -29,7 +30,7 @@ from rollout_service.store.codec import rollouts as codec
 from rollout_service.store.codec import summaries as summary_codec
 from rollout_service.store.codec.record import fingerprint, id_taken
 from rollout_service.store.contract import MAX_RECORDS, EncodedSteps, Lease, UnsavedTurn
-from rollout_service.store.redis.connection import RedisConnection
+from rollout_service.store.redis.connection import Argument, RedisConnection
 from rollout_service.store.redis.lists import find_summaries
 from rollout_service.store.redis.replies import RolloutRow, decode_counts, decode_row
 from rollout_service.store.redis.runs.retention import DELETED_AT_ONCE
@@ -166,22 +167,18 @@ class RedisRollouts(BaseStore):
         return bool(await self._connection.call("rollouts_restart", *values))
 
     async def save_turns(self, owner: str, turns: Sequence[UnsavedTurn]) -> int:
-        saved = 0
-        for some in chunks(turns, ROWS_AT_ONCE):
-            values: list[str | int | bytes] = []
-            for turn in some:
-                values += [turn.rollout_id, turn.token, turn.number, turn.data]
-            saved += await self._connection.call("rollouts_save_turns", owner, *values)
-        return saved
+        rows = [(turn.rollout_id, turn.token, turn.number, turn.data) for turn in turns]
+        return await self._save("rollouts_save_turns", owner, rows)
 
     async def save_steps(self, attempts: Sequence[EncodedSteps]) -> int:
         # A record of one or two kilobytes would keep a whole file of trajectories alive after these were pruned.
+        rows = [(attempt.rollout_id, attempt.data) for attempt in attempts]
+        return await self._save("rollouts_save_steps", MAX_RECORDS, rows)
+
+    async def _save(self, function: str, first: Argument, rows: Sequence[Sequence[Argument]]) -> int:
         saved = 0
-        for some in chunks(attempts, ROWS_AT_ONCE):
-            values: list[str | bytes] = []
-            for attempt in some:
-                values += [attempt.rollout_id, attempt.data]
-            saved += await self._connection.call("rollouts_save_steps", MAX_RECORDS, *values)
+        for some in chunks(rows, ROWS_AT_ONCE):
+            saved += await self._connection.call(function, first, *chain.from_iterable(some))
         return saved
 
     async def finish(self, lease: Lease, owner: str, result: Rollout) -> bool:

@@ -15,8 +15,7 @@ from itertools import islice
 from operator import attrgetter
 from typing import Protocol, TypeVar
 
-from api_schemas.errors import FieldError
-from rollout_service.base.errors import InvalidFieldError
+from rollout_service.store.base import wrong_cursor
 from rollout_service.store.sharded.shard import Shard, ask_each
 
 _BETWEEN, _BEGIN, _END = ".", "b", "x"
@@ -94,6 +93,5 @@ def _parse(cursor: str | None, shards: int) -> list[str]:
         return [_BEGIN] * shards
     places = cursor.split(_BETWEEN)
     if len(places) != shards or set(places) == {_END}:
-        problem = FieldError(path="query.cursor", message=f"{cursor!r} is not a cursor")
-        raise InvalidFieldError([problem], hint="Pass `next_cursor` of the previous page, or omit the cursor.")
+        raise wrong_cursor(cursor)
     return places
