@@ -19,11 +19,12 @@ from rollout_service.episodes import Score
 from rollout_service.groups.filters import FilterRegistry
 from rollout_service.observability.telemetry.metrics import Metrics
 from rollout_service.runs import Delivery, RunManager, RunOverError
+from rollout_service.runs.api import CheckEnvironment, RunService
 from rollout_service.runs.dataset import open_dataset, reopening
 from rollout_service.runs.task_files import open_file
 from rollout_service.store import Lease, Store
 from rollout_service.store.cluster_contract import RoleLease
-from rollout_service.store.runs_contract import BatchLeaseRequest
+from rollout_service.store.runs_contract import BatchLease, BatchLeaseRequest
 from rollout_service.store.sqlite import SqliteStore
 from tests.support.samples import segment, trajectory
 from tests.support.store.rollouts import ended
@@ -69,6 +70,28 @@ def run_manager(
     )
 
 
+async def no_environment(name: str) -> Environment:
+    raise AssertionError(name)
+
+
+def run_service(
+    store: Store, manager: RunManager, check_environment: CheckEnvironment = no_environment, **options: Any
+) -> RunService:
+    return RunService(
+        store.runs, lambda _: manager, check_environment=check_environment, check_pool=lambda _: None, **options
+    )
+
+
+async def arrays_of(delivery: Delivery, leased: BatchLease) -> bytes:
+    sent: list[bytes] = []
+
+    async def send(piece: memoryview) -> None:
+        sent.append(bytes(piece))
+
+    await (await delivery.as_arrays(leased)).write(send)
+    return b"".join(sent)
+
+
 class Bench:
     """A store, a manager and a worker."""
 
@@ -92,6 +115,7 @@ class Bench:
             version=lambda: self.version,
         )
         self.delivery = Delivery(store.runs, lambda _: self.manager)
+        self.service = run_service(store, self.manager)
         self._held: dict[str, Lease] = {}
 
     async def create(self, run_id: str = "a", tasks: int = 8, **fields: object) -> None:

@@ -15,11 +15,7 @@ from api_schemas.tasks import Task
 from rollout_client.client import RolloutClient
 from rollout_client.run_export import RunExport
 from rollout_client.sync import SyncRolloutClient
-from rollout_service.engines.shipped import policy_folder
-from rollout_service.http.keyring import ApiKey, Role
-from rollout_service.testing import Replies, ScriptedEngine
 from tests.support.api.server import api_server
-from tests.support.gateway.service import gateway_service
 from tests.support.processes.service import scripted_engine
 from tests.support.turns import called, handed_on, turn_of
 
@@ -125,40 +121,3 @@ def show(url: str, *flags: str) -> str:
     """Return what the command line says of the run."""
     command = [sys.executable, "-m", "rollout_service.cli", "runs", "show", "watched", "--url", url, *flags]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-KEYS = {role: f"{role}-key-of-enough-characters" for role in (Role.SUBMIT, Role.ADMIN)}
-MODEL = policy_folder("calc-tuned")
-
-
-async def test_each_role_creates_runs_of_the_files_that_it_may_name(tmp_path):
-    for folder in ("data", "elsewhere"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "tasks.jsonl").write_text('{"question": "1 + 1", "answer": "2"}\n')
-    keys = [ApiKey.model_validate({"name": role, "role": role, "key": key}) for role, key in KEYS.items()]
-    settings = {"keys": keys, "data_dirs": [tmp_path / "data"]}
-    engine = ScriptedEngine(Replies.from_texts(["2"], MODEL), model_path=MODEL, vocab_size=512)
-    async with (
-        engine,
-        gateway_service(tmp_path / "state", [], **settings) as service,
-        service.http() as http,
-    ):
-
-        async def post(path: str, role: Role, body: object) -> httpx.Response:
-            return await http.post(path, json=body, headers={"authorization": f"Bearer {KEYS[role]}"})
-
-        assert (await post("/v1/backends", Role.ADMIN, {"url": engine.url})).status_code == 201
-        created = {}
-        for role in KEYS:
-            for folder in ("data", "elsewhere"):
-                path = str(tmp_path / folder / "tasks.jsonl")
-                source = {"kind": "file", "path": path, "environment": "math"}
-                order = {"source": source, "group_size": 1, "batch_size": 1, "filters": []}
-                answer = await post("/v1/runs", role, order)
-                created[role.value, folder] = answer.status_code
-    assert created == {
-        ("submit", "data"): 201,
-        ("submit", "elsewhere"): 422,
-        ("admin", "data"): 201,
-        ("admin", "elsewhere"): 201,
-    }

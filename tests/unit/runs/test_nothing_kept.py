@@ -11,7 +11,6 @@ from api_schemas.errors import ErrorInfo
 from api_schemas.runs import InlineTasks, RunPatch, RunState
 from api_schemas.tasks import Task
 from rollout_service.runs import RunOverError
-from rollout_service.runs.api import RunService
 from rollout_service.runs.delivery import RunWithoutBatchesError
 from rollout_service.runs.planning import REFUSE_AFTER, REPORT_AFTER, RunStoppedError, reason_to_refuse
 from rollout_service.store.contract import Lease
@@ -36,13 +35,6 @@ class Grader:
 def differing(lease: Lease) -> float:
     """Return a reward of its own for each sample, so that every group is kept."""
     return float(place(lease)[1])
-
-
-def service(it: Bench) -> RunService:
-    async def environment(_: str) -> None:
-        raise AssertionError("no run is created through it")
-
-    return RunService(it.store.runs, lambda _: it.manager, check_environment=environment, check_pool=lambda _: None)
 
 
 async def with_problem(it: Bench) -> RunRecord:
@@ -76,7 +68,7 @@ async def test_a_broken_grader_pauses_its_run_until_a_person_resumes_it():
         assert refused.value.context["problem"]["code"] == "groups_failed"
 
         it.play = alternate
-        resumed = await service(it).patch("a", RunPatch(state=RunState.RUNNING))
+        resumed = await it.service.patch("a", RunPatch(state=RunState.RUNNING))
         assert resumed.problem is None
         assert len((await it.next()).groups) == 2
 
@@ -140,7 +132,7 @@ async def test_a_run_that_took_all_tasks_and_delivered_nothing_does_not_end_as_i
         with pytest.raises(RunWithoutBatchesError, match=r"no group was kept of 3 \(3 zero_variance\)") as over:
             await it.lease()
         assert over.value.code == "run_without_batches"
-        view = await service(it).get("a")
+        view = await it.service.get("a")
         assert (view.state, view.problem.code) == (RunState.FINISHED, "groups_dropped")
 
 
@@ -149,7 +141,7 @@ async def test_the_end_of_a_run_that_delivered_is_no_problem():
     async with bench(lambda lease: float(lease.rollout_id.endswith("0.1"))) as it:
         await it.create(tasks=30)
         assert len(await it.all()) > 0
-        assert (await service(it).get("a")).problem is None
+        assert (await it.service.get("a")).problem is None
         with pytest.raises(RunOverError, match="all its batches are acknowledged"):
             await it.lease()
 
@@ -183,9 +175,9 @@ async def test_waiting_is_refused_only_where_no_batch_will_come_by_itself():
 async def test_a_run_that_waits_for_a_newer_version_says_so():
     async with bench(alternate) as it:
         await it.create(source=ENDLESS, max_staleness=0)
-        assert (await service(it).get("a")).warnings == []
+        assert (await it.service.get("a")).warnings == []
         await it.next()
-        [warning] = (await service(it).get("a")).warnings
+        [warning] = (await it.service.get("a")).warnings
         assert warning.startswith("max_staleness: all groups that version 0 allows are acknowledged")
         it.version = 1
         await it.next()
@@ -202,11 +194,11 @@ async def test_a_run_whose_engines_are_too_old_tries_a_single_group_and_says_so(
             await it.manager.step()
         run = await it.store.runs.get("a")
         assert (run.cursor, run.count("open")) == (1, 0)
-        [warning] = (await service(it).get("a")).warnings
+        [warning] = (await it.service.get("a")).warnings
         assert "serves version 0, the trainer has reported version 5, and tokens older than 4 are refused" in warning
         it.version = 4
         assert len((await it.next()).groups) == 2
-        assert (await service(it).get("a")).warnings == []
+        assert (await it.service.get("a")).warnings == []
 
 
 async def test_engines_with_newer_weights_than_they_were_given_are_not_too_old():

@@ -10,18 +10,16 @@ from api_schemas.rollouts.figures import RunParallel, StepsSpread
 from api_schemas.rollouts.trees import NodeDetail, Work
 from api_schemas.runs import InlineTasks, RunRequest
 from api_schemas.tasks import Task
-from rollout_service.environments.contract import Environment
 from rollout_service.groups.filters import FilterChain
 from rollout_service.groups.statistics import parallel_figures, work_sums
 from rollout_service.observability.telemetry.metrics import Metrics
-from rollout_service.runs.api import RunService
 from rollout_service.runs.open_groups import close_group
 from rollout_service.runs.planning import RECENT, RunEstimates
 from rollout_service.store import rules
 from rollout_service.store.codec.runs import encode_summary
 from rollout_service.store.runs_contract import GroupClosure, GroupMember
 from rollout_service.store.sqlite import SqliteStore
-from tests.support.run_bench import run_manager
+from tests.support.run_bench import run_manager, run_service
 from tests.support.sub_agents import DIRECT, SERIAL, WIDE, rollout
 
 REQUEST = RunRequest(source=InlineTasks(), batch_size=1)
@@ -89,10 +87,6 @@ class Played:
         return self.manager.parallel(await self.store.runs.get("a"))
 
 
-async def _unused(_: str) -> Environment:
-    raise AssertionError("no run is created")
-
-
 async def test_a_restart_loses_nothing_of_the_whole_run_and_begins_the_recent_figures_anew(tmp_path):
     with anyio.fail_after(60):
         async with await SqliteStore.open(tmp_path / "s.db") as store:
@@ -109,9 +103,7 @@ async def test_a_restart_loses_nothing_of_the_whole_run_and_begins_the_recent_fi
                 before.total == before.recent == parallel_figures(work_sums([rollout(WIDE, 0.0), rollout(SERIAL, 0.0)]))
             )
             assert (await store.runs.get("a")).count("dropped:zero_variance") == 1
-            service = RunService(
-                store.runs, lambda _: first.manager, check_environment=_unused, check_pool=lambda _: None
-            )
+            service = run_service(store, first.manager)
             assert (await service.get("a", parallel=True)).parallel == before
             assert "parallel" not in (await service.get("a")).model_dump(), "clients refuse unknown fields"
             assert 'rollout_parallel_width_count{run="a"} 2.0' in first.metrics.render().decode()

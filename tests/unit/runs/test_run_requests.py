@@ -1,6 +1,8 @@
 """Requests about runs, as callers send them."""
 
 import threading
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 from pydantic import JsonValue
@@ -13,7 +15,7 @@ from rollout_service.environments.contract import EnvironmentSpec
 from rollout_service.episodes import Episode, Score
 from rollout_service.http.keyring import Role
 from rollout_service.runs.api import RunService
-from tests.support.run_bench import Bench, bench
+from tests.support.run_bench import Bench, bench, run_service
 
 
 class Positive(AgentEnvironment):
@@ -32,13 +34,13 @@ class Positive(AgentEnvironment):
         raise NotImplementedError
 
 
-def service(it: Bench, environment: Positive) -> RunService:
+def service(it: Bench, environment: Positive, **options: Any) -> RunService:
     async def find(name: str) -> Positive:
         if name != environment.spec.name:
             raise InvalidFieldError.at("environment", "there is none")
         return environment
 
-    return RunService(it.store.runs, lambda _: it.manager, check_environment=find, check_pool=lambda _: None)
+    return run_service(it.store, it.manager, find, **options)
 
 
 def task(n: int, environment: str = "numbers") -> Task:
@@ -82,3 +84,16 @@ async def test_a_run_is_there_for_whoever_creates_it_again_whatever_became_of_it
         assert (created.run_id, is_new, again.tasks, is_new_again) == ("a", True, 1, False)
         with pytest.raises(ConflictError):
             await runs.create(request.model_copy(update={"group_size": 2}), Role.ADMIN)
+
+
+@pytest.mark.parametrize("role", [Role.SUBMIT, Role.ADMIN])
+@pytest.mark.parametrize("folder", ["data", "elsewhere"])
+async def test_each_role_creates_runs_of_the_files_that_it_may_name(tmp_path, role, folder):
+    (tmp_path / folder).mkdir()
+    (tmp_path / folder / "tasks.jsonl").write_text('{"n": 1}\n')
+    source = FileTasks(path=str(tmp_path / folder / "tasks.jsonl"), environment="numbers")
+    may = role is Role.ADMIN or folder == "data"
+    async with bench() as it:
+        runs = service(it, Positive(), data_dirs=[tmp_path / "data"])
+        with nullcontext() if may else pytest.raises(InvalidFieldError, match="none of the folders"):
+            await runs.create(RunRequest(run_id="a", source=source, batch_size=1), role)

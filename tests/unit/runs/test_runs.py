@@ -21,7 +21,6 @@ from api_schemas.runs import (
     FileTasks,
     FilterSpec,
     InlineTasks,
-    OverlongPenalty,
     RunRequest,
     RunState,
     Surplus,
@@ -30,18 +29,18 @@ from api_schemas.tasks import Task
 from rollout_client.arrays import BatchArrays
 from rollout_service.base.errors import InvalidFieldError, NotFoundError, RecordLostError, StoreError
 from rollout_service.environments.agent_environment import AgentEnvironment
-from rollout_service.environments.contract import Environment, EnvironmentSpec
+from rollout_service.environments.contract import EnvironmentSpec
 from rollout_service.episodes import Episode, Score
-from rollout_service.runs import Delivery, RunOverError
-from rollout_service.runs.api import RunExporter, RunService
+from rollout_service.runs import RunOverError
+from rollout_service.runs.api import RunExporter
 from rollout_service.runs.dataset import open_dataset
 from rollout_service.runs.planning import RunStoppedError
 from rollout_service.runs.task_files import open_file
 from rollout_service.settings import RetentionSettings
 from rollout_service.store import Lease
-from rollout_service.store.runs_contract import BatchLease, BatchLeaseRequest, RunRecord
+from rollout_service.store.runs_contract import BatchLeaseRequest, RunRecord
 from rollout_service.store.sqlite import SqliteStore
-from tests.support.run_bench import BROKEN, GONE, Bench, bench, place, run_manager
+from tests.support.run_bench import BROKEN, GONE, Bench, arrays_of, bench, place, run_manager
 from tests.support.waiting import until
 
 
@@ -98,14 +97,6 @@ async def test_a_failed_sample_is_retried_then_masked():
         assert "a.0.1.1" not in it.begun, "what the environment breaks is not tried again"
         run = await it.store.runs.get("a")
         assert (run.count("retried"), run.count("masked")) == (2, 3)
-
-
-async def test_an_overlong_answer_costs_reward():
-    async with bench() as it:
-        penalty = OverlongPenalty(max_tokens=400, buffer_tokens=200)
-        await it.create(tasks=2, overlong=penalty)
-        (batch,) = await it.all()
-        assert [sample.reward for sample in batch.groups[0].samples] == [0.0, 1.0, -0.5, 0.0]
 
 
 async def test_a_run_that_retention_deletes_meanwhile_stops_nothing(monkeypatch):
@@ -178,38 +169,9 @@ def hand_on(lease: Lease) -> Score:
     return Score(float(sample % 2), {"parallel": sample / 4, "width": 0.0, "finish": 1.0})
 
 
-async def arrays_of(delivery: Delivery, leased: BatchLease) -> bytes:
-    sent: list[bytes] = []
-
-    async def send(piece: memoryview) -> None:
-        sent.append(bytes(piece))
-
-    await (await delivery.as_arrays(leased)).write(send)
-    return b"".join(sent)
-
-
 async def until_ready(it: Bench, count: int) -> None:
     while (await it.store.runs.get("a")).count("ready") < count:
         await anyio.sleep(0.01)
-
-
-async def test_auxiliary_rewards_fade_with_the_trainer_s_version():
-    async with bench(hand_on) as it:
-        await it.create(tasks=8, max_staleness=0, auxiliary=AUXILIARY, advantages="parts_norm")
-        seen = []
-        for version in range(4):
-            it.version = version
-            batch = await it.next()
-            for group in batch.groups:
-                (weights,) = {sample.reward_weights for sample in group.samples}
-                assert (group.measured_on, group.filtered_on) == ("perf", ["perf"])
-                assert (group.reward_mean, group.reward_std) == (0.5, 0.5)
-                for sample in group.samples:
-                    parts = sample.rollout.reward_parts
-                    total = sample.rollout.reward + weights.parallel * parts["parallel"]
-                    assert sample.reward == total + weights.finish * parts["finish"]
-                seen.append((weights.at_version, weights.parallel))
-        assert seen == [(version, pytest.approx(0.4 * (1 - version / 4))) for version in (0, 0, 1, 1, 2, 2, 3, 3)]
 
 
 async def test_weights_stay_as_they_were_when_the_group_closed(tmp_path):
@@ -615,17 +577,6 @@ async def test_a_batch_with_a_lost_rollout_says_so(tmp_path):
         assert "Restore a backup" in caught.value.hint
 
 
-def test_a_bad_row_is_named(tmp_path):
-    path = tmp_path / "tasks.jsonl"
-    path.write_text('{"n": 1}\n[]\n')
-    with pytest.raises(InvalidFieldError, match="line 2"):
-        open_file(FileTasks(path=str(path), environment="calc"), lambda _: None)
-    with pytest.raises(InvalidFieldError, match=r"neither \.jsonl"):
-        open_file(FileTasks(path="tasks.csv", environment="calc"), lambda _: None)
-    with pytest.raises(InvalidFieldError, match="No such file"):
-        open_file(FileTasks(path="/nowhere.jsonl", environment="calc"), lambda _: None)
-
-
 def test_parquet_needs_an_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     path = tmp_path / "tasks.parquet"
@@ -635,18 +586,11 @@ def test_parquet_needs_an_extra(tmp_path, monkeypatch):
     assert "pip install 'pyarrow>=" in caught.value.hint
 
 
-def service_of(it: Bench) -> RunService:
-    async def unused(name: str) -> Environment:
-        raise AssertionError(name)
-
-    return RunService(it.store.runs, lambda _: it.manager, check_environment=unused, check_pool=lambda _: None)
-
-
 async def test_an_export_goes_on_without_what_retention_deletes_meanwhile():
     async with bench() as it:
         await it.create(tasks=4)
         await it.all()
-        pieces = await RunExporter(it.store.runs, service_of(it)).start("a", compressed=False)
+        pieces = await RunExporter(it.store.runs, it.service).start("a", compressed=False)
         await anext(pieces)
         await it.store.runs.delete_expired(RetentionSettings(settled_group_seconds=0))
         assert [json.loads(piece)["kind"] async for piece in pieces] == ["end"]

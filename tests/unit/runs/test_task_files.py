@@ -71,6 +71,8 @@ def test_without_folders_any_regular_file_is_read(data):
         opened(data / "pipe.jsonl", data)
     with pytest.raises(InvalidFieldError, match=r"none\.jsonl: No such file"):
         opened(data / "none.jsonl", data)
+    with pytest.raises(InvalidFieldError, match=r"neither \.jsonl"):
+        opened("tasks.csv", data)
 
 
 def test_a_path_that_changes_between_the_two_checks_is_refused(data, monkeypatch):
