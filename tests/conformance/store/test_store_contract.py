@@ -182,18 +182,6 @@ def are_oldest_of(store: Store, names: list[str], claimed: list[Lease], limit: i
     return len(found) == min(limit, len(names)) and all(mine == there[: len(mine)] for mine, there in parts)
 
 
-async def test_claims_are_oldest_first_and_disjoint(store):
-    names = [f"r{number}" for number in range(7)]
-    for name in names:
-        await store.submit(order(name))
-    first = await store.claim("a", limit=3, lease_seconds=10)
-    assert are_oldest_of(store, names, first, 3)
-    second = await store.claim("b", limit=10, lease_seconds=10)
-    left = [name for name in names if name not in {lease.rollout_id for lease in first}]
-    assert are_oldest_of(store, left, second, 10)
-    assert await store.claim("a", limit=10, lease_seconds=10) == []
-
-
 async def test_a_lease_that_ran_out_is_taken_over_and_its_owner_can_do_nothing(store, clock):
     await store.submit(order())
     lost = await take(store, "a", seconds=10)
@@ -222,18 +210,6 @@ async def test_an_expired_lease_that_nobody_took_can_still_end(store, clock):
     lease = await take(store)
     clock.now += 100
     assert await store.finish(lease, "a", ended(lease))
-
-
-async def test_renewing_touches_only_the_named_leases_of_the_owner(store, clock):
-    for number in range(3):
-        await store.submit(order(f"r{number}"))
-    await store.claim("a", limit=2, lease_seconds=10)
-    await store.claim("b", limit=1, lease_seconds=10)
-    lost = await store.renew("a", ["r0", "r2", "unknown"], lease_seconds=100)
-    assert sorted(lost) == ["r2", "unknown"]
-    clock.now += 50
-    leases = await store.claim("c", limit=9, lease_seconds=10)
-    assert [lease.rollout_id for lease in leases] == ["r1", "r2"]
 
 
 @pytest.mark.parametrize("begun", [False, True])
@@ -313,15 +289,6 @@ async def test_an_expired_lease_is_taken_over_only_by_a_node_that_suits(store, c
     assert await store.claim("b", limit=1, lease_seconds=10, waits={"code": 0.0}) == []
     assert not await returns(store.wait_for_work())
     assert len(await store.claim("b", limit=1, lease_seconds=10, waits={"calc": 2.0})) == 1
-
-
-async def test_no_number_of_crashes_uses_attempts_of_what_never_began(store):
-    await store.submit(order())
-    for number in range(5):
-        lease = await take(store, f"owner-{number}")
-        assert lease.attempt == 1
-        assert (await known(store)).attempt == 0
-        await store.recover("next")
 
 
 async def test_a_retry_waits_and_remembers_why(store, clock):
@@ -502,28 +469,6 @@ async def test_cancel_of_a_queued_rollout_is_final(store):
     assert (cancelled.state, cancelled.stop_reason) == (S.CANCELLED, StopReason.CANCELLED)
     assert cancelled.finished_at is not None
     assert await store.claim("a", limit=1, lease_seconds=10) == []
-
-
-async def test_cancel_before_submit_leaves_a_tombstone_for_one_rollout(store):
-    assert await store.cancel("r1") is None
-    assert await store.cancel("r1") is None
-    assert await store.get("r1") is None
-    rollout, new = await store.submit(order())
-    assert (rollout.state, new) == (S.CANCELLED, True)
-    assert (await store.submit(order()))[1] is False
-    assert await store.claim("a", limit=1, lease_seconds=10) == []
-
-
-async def test_cancel_of_a_leased_rollout_is_its_workers_to_end(store):
-    await store.submit(order())
-    lease = await take(store)
-    assert await store.cancel("r1") is S.QUEUED
-    assert await store.cancel_requested("a") == ["r1"]
-    assert await store.cancel_requested("b") == []
-    assert (await known(store)).state is S.QUEUED
-    assert await store.finish(lease, "a", ended(lease, S.CANCELLED, trajectory=trajectory(3)))
-    assert await store.cancel_requested("a") == []
-    assert await store.trajectory("r1") == trajectory(3)
 
 
 async def test_what_fails_an_attempt_while_everything_is_cancelled_is_cancelled_too(store, monkeypatch):

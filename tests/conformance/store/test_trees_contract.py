@@ -170,13 +170,6 @@ async def test_pruning_takes_all_tokens_and_leaves_the_tree(store):
     assert await store.tree("a.0.0") is None
 
 
-async def test_a_rollout_that_expires_takes_its_tree_along(store, clock):
-    await finish(store, order(TOKENS))
-    clock.now += 100
-    assert await store.runs.delete_expired(RetentionSettings(rollout_seconds=50.0)) == 1
-    assert await store.tree("r1") is None
-
-
 @pytest.mark.parametrize("detail", NodeDetail)
 async def test_scoring_again_gets_the_tree_whatever_was_asked_for(store, detail):
     await close_a_group(store, detail)

@@ -13,7 +13,6 @@ import pytest
 from rollout_service.base.errors import ConfigurationError, StoreError
 from rollout_service.settings import StoreSettings
 from rollout_service.store.redis import RedisConfig, RedisStore
-from rollout_service.store.redis.lost_trajectories import begin_again, look
 from rollout_service.store.segments import s3
 from rollout_service.store.segments.files import files_of
 from rollout_service.store.segments.objects import ObjectFiles
@@ -70,19 +69,6 @@ async def test_each_shard_has_its_trajectories_under_a_prefix_of_its_own(shared_
             assert await store.trajectory(name) == TRAJECTORY
     kept = Counter(name.partition("/")[0] for name in shared_objects.objects(address) if MARK_FILE not in name)
     assert kept == Counter(f"shard-{store.shard_of(name)}" for name in names)
-
-
-async def test_a_prefix_that_is_lost_for_good_is_replaced(stores, shared_objects, address):
-    one, _ = stores
-    await finish(one, "a")
-    shared_objects.delete(address, *shared_objects.objects(address))
-    files = s3.open_objects(address, endpoint=shared_objects.endpoint)
-    assert "has no mark" in str((await look(one.connection, files)).problem)
-    await begin_again(one.connection, files)
-    await one.segments.watch.check()
-    await finish(one, "b")
-    assert await one.trajectory("b") == TRAJECTORY
-    assert [each.rollout_id for each in (await look(one.connection, files)).lost] == ["a"]
 
 
 @pytest.mark.parametrize(
@@ -182,22 +168,6 @@ async def test_a_server_that_does_not_answer_is_given_up_and_used_again(config, 
         assert await store.delete_expired(0) == 1
         await store.collect_garbage()
         assert not segments(own_objects, address), "nor is the object left that was written too late"
-
-
-async def test_access_that_is_taken_away_is_told_and_given_back(config, own_objects):
-    address, before = own_objects.address(), dict(own_objects.actions)
-    async with await opened(config, own_objects, address, "one") as store:
-        lease = await leased(store, "r1")
-        own_objects.kill()
-        own_objects.actions[SERVICE] = before[READER]
-        own_objects.start()
-        with pytest.raises(StoreError, match="access is denied") as caught:
-            await store.finish(lease, "worker", completed(lease, TRAJECTORY))
-        assert "s3:PutObject" in caught.value.hint
-        own_objects.kill()
-        own_objects.actions[SERVICE] = before[SERVICE]
-        own_objects.start()
-        assert await store.finish(lease, "worker", completed(lease, TRAJECTORY))
 
 
 def test_keys_that_were_exchanged_in_a_file_are_used(own_objects, tmp_path, monkeypatch):

@@ -228,18 +228,6 @@ async def test_it_goes_on_after_redis_was_read_only(own_redis):
         assert await connection.call("schema_open")
 
 
-async def test_it_goes_on_after_redis_was_full(own_redis):
-    async with opened(own_redis.config()) as connection:
-        own_redis.do("CONFIG", "SET", "maxmemory", "1")
-        with pytest.raises(StoreError) as caught:
-            await connection.call("schema_open")
-        assert "maxmemory" in caught.value.hint
-        assert await connection.command("PING"), "reads go on"
-        assert connection.problem is not None
-        own_redis.do("CONFIG", "SET", "maxmemory", "0")
-        assert await connection.call("schema_open")
-
-
 def publish(server: RedisServer, connection: RedisConnection, topic: str, message: str) -> int:
     """Publish a message; return how many connections are told."""
     return int(server.do("SPUBLISH", connection.key(f"topic:{topic}"), message))

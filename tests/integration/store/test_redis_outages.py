@@ -54,17 +54,6 @@ async def test_a_full_redis_refuses_work_and_keeps_what_is_under_way(own_redis):
         assert await store.counts() == {S.COMPLETED: 2, S.QUEUED: 1}
 
 
-async def test_a_claim_whose_answer_was_lost_is_answered_by_the_next(own_redis):
-    async with opened(own_redis) as store:
-        for number in range(3):
-            await store.submit(order(f"r{number}"))
-        with own_redis.paused(), pytest.raises(StoreError):
-            await claim(store, limit=2)
-        leases = await claim(store)
-        assert sorted(lease.rollout_id for lease in leases) == ["r0", "r1", "r2"]
-        assert all([await store.finish(lease, "a", completed(lease)) for lease in leases])
-
-
 async def test_a_reader_that_is_cancelled_does_not_wait_for_a_silent_redis(own_redis):
     async with redis_store(own_redis.config("outage", answer_seconds=30.0)) as store:
         with own_redis.paused(), anyio.fail_after(10):

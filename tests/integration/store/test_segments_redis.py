@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from rollout_service.base.errors import ConfigurationError, RecordLostError
+from rollout_service.base.errors import RecordLostError
 from rollout_service.settings import RetentionSettings
 from rollout_service.store.cluster_contract import DEAD_SECONDS, NodeReport
 from rollout_service.store.redis import RedisConfig, RedisStore
@@ -76,17 +76,6 @@ async def test_a_lost_lease_keeps_no_trajectory(stores):
     assert await two.trajectory("r1") is None
 
 
-async def test_a_service_that_was_taken_for_dead_writes_to_another_file(stores, files):
-    one, two = stores
-    await finish(one, "r1")
-    second = await leased(one, "r2")
-    await two.delete_expired(0)
-    await two.collect_garbage()  # the first service's file is sealed and deleted
-    assert not segment_files(files)
-    assert await one.finish(second, "worker", completed(second, TRAJECTORY))
-    assert await two.trajectory("r2") == TRAJECTORY
-
-
 async def test_a_trajectory_whose_file_is_gone_is_lost_and_nothing_else_is(stores, files):
     one, two = stores
     await finish(one, "r1")
@@ -98,24 +87,6 @@ async def test_a_trajectory_whose_file_is_gone_is_lost_and_nothing_else_is(store
     assert (await two.get("r1")).reward == 1.0
     assert await two.trajectory("r2") == TRAJECTORY
     assert [(each.rollout_id, each.file) for each in (await look(two.connection, files)).lost] == [("r1", gone)]
-
-
-async def test_a_service_with_another_place_is_refused(stores, config, request):
-    place = request.node.callspec.params["files"]
-    with pytest.raises(ConfigurationError, match=r"mark|folder"):
-        await opened(config, files_of(place, request), "three")
-
-
-async def test_the_place_of_another_store_is_refused(stores, shared_redis, files):
-    with pytest.raises(ConfigurationError, match="another store"):
-        await opened(shared_redis.config(), files, "three")
-
-
-async def test_files_that_the_store_does_not_know_are_told_apart(stores, files):
-    one, _ = stores
-    await finish(one, "r1")
-    ledger = one.segments.ledger
-    assert await ledger.unknown([*segment_files(files), "cccccccccccc-1.segment"]) == ["cccccccccccc-1.segment"]
 
 
 async def test_the_file_of_a_dead_node_is_closed_and_deleted_by_the_next_deletion_of_what_expired(config, tmp_path):

@@ -203,19 +203,6 @@ async def test_a_wrong_statement_is_a_defect_and_is_not_tried_again(path):
         assert store.problem is None
 
 
-async def test_a_full_disk_is_waited_for(path):
-    async with await SqliteStore.open(path) as store:
-        await store._thread.read(lambda db: db.execute("PRAGMA max_page_count = 1").fetchone())
-        with anyio.fail_after(30):
-            async with anyio.create_task_group() as group:
-                group.start_soon(
-                    retry_until_stored, "submit", partial(store.submit, order("r1", padding="x" * 100_000))
-                )
-                await until(lambda: store.errors)
-                await store._thread.read(lambda db: db.execute("PRAGMA max_page_count = 1000000").fetchone())
-        assert await store.get("r1") is not None
-
-
 async def test_a_full_disk_fails_one_write_and_later_writes_succeed(path):
     async with await SqliteStore.open(path) as store:
         await store.submit(order("r0"))

@@ -128,13 +128,6 @@ def test_open_parl_s_later_form_has_one_weight_for_both():
     assert total(weights, 0.8, 0.25, 1.0) == pytest.approx(0.8 + 0.05 * 0.25 + 0.05)
 
 
-def test_openparl_s_reward_is_the_report_s_form_by_count():
-    """0.3 * min(n, 10) / 10 + 0.2 * valid / n + the outcome's."""
-    parts = raw_parts(work(executed=12, valid=3, width=8), max_assigns=10, max_width=8)
-    weights = reward_weights(request(schedule(0.3, 0.2)), 0)
-    assert total(weights, 0.5, parts["parallel"], parts["finish"]) == pytest.approx(0.3 + 0.2 * 0.25 + 0.5)
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
