@@ -16,6 +16,7 @@ from pathlib import Path
 import anyio
 import redis.asyncio
 from pydantic_core import to_json
+from rollout_service.store.redis.runs.rollouts import RunKeys
 from support.dashboard.layout import GROUP_SIZE, LONG, START, Layout, Member, alone, layout, row
 from support.redis_usage import MeasuredRedis, measured_redis
 
@@ -24,7 +25,6 @@ from rollout_service.settings import RetentionSettings
 from rollout_service.store.redis import RedisConfig, RedisStore
 from rollout_service.store.redis.config import Durability
 from rollout_service.store.redis.runs.records import ClosedRecord
-from rollout_service.store.redis.runs.rollouts import RunKeys
 
 _AT_ONCE = 500
 _NAMES = ("e", "R", "G", "s", "w", "S", "k", "C", "Q", "H", "T", "N", "W")
