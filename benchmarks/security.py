@@ -55,7 +55,7 @@ class Plan:
 
 FULL = Plan([*CHECKS], [*api.CHECKS], [*DOWNLOADS], SCRIPTS, ("calc", "code"))
 QUICK = Plan(
-    ("process_1", "other_socket_families", "users_of_the_host", "kill_everything"),
+    ("process_1", "other_socket_families", "users_of_the_host", "stop_everything"),
     [*api.CHECKS][:9],
     [*DOWNLOADS],
     SCRIPTS[:3],

@@ -154,17 +154,6 @@ async def test_a_repeated_start_makes_the_same_sandbox(tmp_path, monkeypatch, fo
     assert await compare(tmp_path) == 3
 
 
-async def test_launchers_start_python_where_they_cannot_be_forked(tmp_path, monkeypatch):
-    monkeypatch.setattr(ForkServer, "launch", refuse)
-    provider = make_provider(ApptainerConfig(), tmp_path)
-    try:
-        for _ in range(2):
-            async with await provider.start(SandboxSpec()) as sandbox:
-                assert (await sandbox.exec(["echo", "on"])).stdout == b"on\n"
-    finally:
-        await provider.close()
-
-
 @pytest.mark.parametrize("host", ["this", "older"])
 def test_a_repeated_start_of_an_ordinary_user_makes_the_same_sandbox(host):
     with ordinary_user() as user:

@@ -115,30 +115,15 @@ async def test_a_rollout_is_cancelled_while_its_sandbox_is_paused(tmp_path):
         await until(lambda: has_no_sandbox(service))
 
 
-def refuse(monkeypatch: pytest.MonkeyPatch, *, refused: bool) -> None:
-    """Let the kernel refuse to stop the processes of a group, or to let them go on."""
+async def test_a_rollout_whose_sandbox_cannot_be_resumed_fails_and_leaves_nothing(tmp_path, monkeypatch):
     write = Freezer._write
 
-    def refusing(self: Freezer, *, frozen: bool) -> None:
-        if frozen is refused and frozen != self.frozen:
+    def refuse_to_resume(self: Freezer, *, frozen: bool) -> None:
+        if self.frozen and not frozen:
             raise PermissionError("refused")
         write(self, frozen=frozen)
 
-    monkeypatch.setattr(Freezer, "_write", refusing)
-
-
-async def test_a_rollout_whose_sandbox_cannot_be_paused_goes_on(tmp_path, monkeypatch):
-    refuse(monkeypatch, refused=True)
-    async with waiting_service(tmp_path) as (service, engine):
-        failed = f'rollout_sandbox_pauses_total{{outcome="failed"}} {CAN_PAUSE:.1f}'
-        await until(lambda: metric(service, failed))
-        engine.may_answer.set()
-        finished = await service.client.wait("waits", timeout_seconds=60)
-        assert finished.state is RolloutState.COMPLETED, finished.error
-
-
-async def test_a_rollout_whose_sandbox_cannot_be_resumed_fails_and_leaves_nothing(tmp_path, monkeypatch):
-    refuse(monkeypatch, refused=False)
+    monkeypatch.setattr(Freezer, "_write", refuse_to_resume)
     async with waiting_service(tmp_path, pipeline={"max_attempts": 1}) as (service, engine):
         await until(lambda: is_paused(service))
         engine.may_answer.set()
@@ -148,14 +133,9 @@ async def test_a_rollout_whose_sandbox_cannot_be_resumed_fails_and_leaves_nothin
         await until(lambda: has_no_sandbox(service))
 
 
-@pytest.mark.parametrize("off", ["settings", "environment"])
-async def test_a_sandbox_that_should_run_is_not_paused(tmp_path, monkeypatch, off):
-    settings: dict[str, Any] = {}
-    if off == "settings":
-        settings["sandboxes"] = {"pause_seconds": 0, "warm": {"size": 0}}
-    else:
-        monkeypatch.setattr(hangs, "ENVIRONMENT", f"{hangs.ENVIRONMENT}[sandbox]\npause = false\n")
-    async with waiting_service(tmp_path, **settings) as (service, engine):
+async def test_a_sandbox_of_an_environment_without_pauses_is_not_paused(tmp_path, monkeypatch):
+    monkeypatch.setattr(hangs, "ENVIRONMENT", f"{hangs.ENVIRONMENT}[sandbox]\npause = false\n")
+    async with waiting_service(tmp_path) as (service, engine):
         await anyio.sleep(4 * PAUSE_SECONDS)
         assert (await sandbox_of(service)).state == "in_use"
         engine.may_answer.set()

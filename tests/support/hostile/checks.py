@@ -3,7 +3,6 @@
 The docstring of `tests.support.hostile` says what every check asserts.
 """
 
-import resource
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -209,45 +208,6 @@ async def endless_output(provider: SandboxProvider) -> None:
 
 
 @check
-async def line_without_end(provider: SandboxProvider) -> None:
-    """A quarter of a gigabyte without a newline does not grow the service."""
-    async with attacked(provider) as sandbox:
-        shell = await sandbox.bash()
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        command = "head -c 250000000 /dev/zero | tr '\\0' x; echo; echo end"
-        result = await shell.run(command, timeout=3 * PATIENCE)
-        assert result.truncated
-        assert [violation.limit for violation in result.limit_violations] == ["output"]
-        assert result.output.endswith("end\n")
-        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 32 * 1024  # KiB
-
-
-@check
-async def invalid_utf8(provider: SandboxProvider) -> None:
-    """Bytes that are not text arrive as replacement characters, from everywhere."""
-    async with attacked(provider) as sandbox:
-        said = await (await sandbox.bash()).run("printf '\\xff\\xfe\\xc3('; printf '\\xed\\xa0\\x80'")
-        assert "\ufffd" in said.output
-        python = await sandbox.python()
-        cell = await python.execute("import os; os.write(1, b'\\xff\\n'); print('\\ud800'); '\\udfff'")
-        assert cell.error is None or cell.error.ename
-        result = await sandbox.exec(["printf", "\\xff"])
-        assert result.stdout == b"\xff"
-        assert await works(sandbox)
-
-
-@check
-async def terminal_escapes(provider: SandboxProvider) -> None:
-    """A flood of terminal escapes is cut like any other output."""
-    async with attacked(provider) as sandbox:
-        flood = "yes $'\\e[2J\\e]0;title\\a\\e[31m\\x00\\x9b' | head -c 50000000"
-        assert "output" in await limits_of(sandbox, flood)
-        result = await (await sandbox.python()).execute(r"print('\x1b[31m\x1b]0;x\x07' * 10**6)")
-        assert result.truncated
-        assert await works(sandbox)
-
-
-@check
 async def lifetime(provider: SandboxProvider) -> None:
     """Whatever runs, the lifetime ends it, and every call reports why."""
     async with attacked(provider, lifetime_seconds=3.0) as sandbox:
@@ -257,33 +217,6 @@ async def lifetime(provider: SandboxProvider) -> None:
 
 
 # Signals, processes, descriptors.
-
-
-@check
-async def kernel_that_exits(provider: SandboxProvider) -> None:
-    """The death is reported once; the next cell has a new kernel."""
-    async with attacked(provider) as sandbox:
-        python = await sandbox.python()
-        for code in ("import os; os._exit(3)", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"):
-            try:
-                await python.execute(code, timeout=PATIENCE)
-            except SessionDiedError:
-                assert (await python.execute("3 + 3")).result == "6"
-            else:
-                raise AssertionError("a kernel lived on")
-
-
-@check
-async def kill_everything(provider: SandboxProvider) -> None:
-    """`kill -9 -1` ends the sessions, and the sandbox gets new ones."""
-    async with attacked(provider) as sandbox:
-        assert await works(sandbox)
-        try:
-            await (await sandbox.bash()).run("kill -9 -1; kill -9 $$")
-        except SessionDiedError:
-            await recovers(sandbox)
-        else:
-            raise AssertionError("a shell outlived SIGKILL")
 
 
 @check
@@ -299,18 +232,6 @@ async def stop_everything(provider: SandboxProvider) -> None:
                 assert error.timed_out  # noqa: PT017
             await sandbox.end_processes()
             await recovers(sandbox)
-
-
-@check
-async def daemon_that_holds_pipes(provider: SandboxProvider) -> None:
-    """A command is over when the shell reports it, even if another process holds its output."""
-    async with attacked(provider) as sandbox:
-        shell = await sandbox.bash()
-        result = await shell.run("(setsid sleep 1000 &); setsid -f sleep 1000; echo over", timeout=PATIENCE)
-        assert (result.output, result.timed_out) == ("over\n", False)
-        done = await sandbox.exec(["bash", "-c", "sleep 1000 & echo over"], timeout=PATIENCE)
-        assert (done.stdout, done.timed_out) == (b"over\n", False)
-        assert await works(sandbox)
 
 
 @check
@@ -369,29 +290,6 @@ async def forged_reports(provider: SandboxProvider) -> None:
             assert await works(sandbox)
         else:
             raise AssertionError("a flood of reports was taken")
-
-
-@check
-async def descriptors_and_watches(provider: SandboxProvider) -> None:
-    """Thousands of open files, pipes and inotify instances."""
-    code = """
-import ctypes, os
-held, libc = [], ctypes.CDLL(None)
-for make in (lambda: libc.inotify_init(), lambda: os.pipe(), lambda: os.open("/dev/null", os.O_RDONLY)):
-    try:
-        for _ in range(30000):
-            if make() == -1: break
-    except OSError as error:
-        print(error)
-"""
-    async with attacked(provider) as sandbox:
-        python = await sandbox.python()
-        try:
-            await python.execute(code, timeout=PATIENCE)
-        except (SessionDiedError, LimitExceededError):
-            await python.restart()
-        await sandbox.end_processes()
-        await recovers(sandbox)
 
 
 @check
@@ -515,6 +413,7 @@ for content in ({}, {"text": 7}, {"text": None}, {"data": []}, {"execution_state
         python = await sandbox.python()
         result = await python.execute(garbage, timeout=PATIENCE)
         assert "forged" not in result.output
+        await python.execute(r"print('\ud800'); '\udfff'", timeout=PATIENCE)
         assert (await python.execute("1 + 1", timeout=PATIENCE)).result == "2"
         try:
             await python.execute(huge, timeout=PATIENCE)

@@ -99,20 +99,16 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
         made.close()
 
 
-async def test_a_report_counts_only_with_its_nonce(bench):
+async def test_a_report_counts_with_its_nonce_and_the_jobs_of_the_one_before_are_spared(bench):
     command = bench.interrupter.begin()
-    bench.report("other 5", f"{command.nonce} x", f"{command.nonce} 3")
-    assert await bench.interrupter.read_report(command.nonce) == 3
-
-
-async def test_the_jobs_of_the_report_before_are_spared(bench):
-    command = bench.interrupter.begin()
-    bench.report("17", "23", "99999999999", "no job")
+    bench.report("17", "other 5", "23", f"{command.nonce} x", "99999999999", "no job")
     with pytest.raises(TimeoutError):
         await bench.interrupter.read_report(command.nonce, anyio.current_time() + 0.02)
     assert await bench.interrupter.interrupt(command, anyio.current_time() + 60) is None
     [stop, *_] = bench.messages()
     assert stop == ["stop", "42", "INT", str(command.since), "1", "17", "23"]
+    bench.report(f"{command.nonce} 130")
+    assert await bench.interrupter.end_overdue(command) == 130
 
 
 async def test_a_time_out_goes_through_its_steps_and_nudges_the_shell_in_between(bench):
@@ -123,13 +119,6 @@ async def test_a_time_out_goes_through_its_steps_and_nudges_the_shell_in_between
     assert stops == [("INT", "1"), ("TERM", "7"), ("KILL", "7")]
     assert ["interrupt", "42"] in messages
     assert bench.questions() > 0
-
-
-async def test_the_report_of_an_interrupted_command_ends_the_steps(bench):
-    command = bench.interrupter.begin()
-    bench.report(f"{command.nonce} 130")
-    assert await bench.interrupter.end_overdue(command) == 130
-    assert [message[2] for message in bench.messages() if message[0] == "stop"] == ["INT"]
 
 
 async def test_a_request_stops_the_wait_for_a_report_and_is_answered_at_the_end(bench):
@@ -157,43 +146,37 @@ async def test_a_request_gives_up_when_its_steps_are_over(bench):
     assert bench.interrupter.is_requested
 
 
-async def settle(bench: Bench, *, answers: bool = False) -> list[str]:
-    """Answer for the control shell, and for the shell if it `answers`; return how the settling ended."""
+@pytest.mark.parametrize(
+    ("ends", "said"),
+    [
+        ("answers", "settled"),
+        ("is silent", "the shell did not settle after it was interrupted"),
+        ("ends", "the shell ended while the command ran"),
+    ],
+)
+async def test_a_shell_has_settled_only_if_it_answers(bench, ends, said):
     ended = []
 
-    async def run() -> None:
+    async def settle() -> None:
         try:
             await bench.interrupter.settle()
             ended.append("settled")
         except SessionDiedError as error:
             ended.append(str(error))
 
+    if ends == "ends":
+        bench.end_shell()
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(run)
+        tasks.start_soon(settle)
         await anyio.wait_all_tasks_blocked()
         [[_, token]] = bench.messages()
-        bench._theirs.send(f"{token}\n".encode())
-        if answers:
-            with anyio.fail_after(5):
-                while not ended:
-                    await anyio.sleep(0.001)
-                    with suppress(BlockingIOError):
-                        bench.answer()
-    return ended
-
-
-async def test_a_shell_that_answers_has_settled(bench):
-    assert await settle(bench, answers=True) == ["settled"]
-
-
-async def test_a_shell_that_does_not_answer_is_dead(bench):
-    assert await settle(bench) == ["the shell did not settle after it was interrupted"]
-    assert bench.questions() == 2
-
-
-async def test_a_shell_that_ends_while_it_settles_is_dead(bench):
-    bench.end_shell()
-    assert await settle(bench) == ["the shell ended while the command ran"]
+        bench._theirs.send(f"{token}\n".encode())  # the control shell's answer
+        while ends == "answers" and not ended:
+            await anyio.sleep(0.001)
+            with suppress(BlockingIOError):
+                bench.answer()
+    assert ended == [said]
+    assert bench.questions() == {"answers": 0, "is silent": SHORT.questions, "ends": 1}[ends]
 
 
 JSON = st.recursive(
@@ -274,11 +257,6 @@ def test_invalid_utf8_and_json_are_survived():
     message[-1] = b'{"text": "\xff", "number": NaN}'
     found = decode(message, "request")
     assert found[1]["text"] == "\ufffd"
-
-
-@given(st.lists(st.binary(max_size=8) | st.just(DELIM) | st.just(b"{}"), max_size=8))
-def test_any_frames_are_survived(message):
-    assert decode(message, "request") is None
 
 
 PARTS = {"lists": b"[" * 100_000, "objects": b'{"a":' * 100_000, "list": b"[]", "null": b"null", "nothing": b""}
