@@ -7,8 +7,8 @@ sent as it comes; a client that reads slowly holds the command up, one that has 
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -181,7 +181,8 @@ class ProcessCalls(process_connect.Process):  # type: ignore[misc]  # generated,
         terminal, (lines, columns) = _command(request).terminal, _size(request)
         if terminal is None:
             raise ConnectError(Code.FAILED_PRECONDITION, "the command has no terminal")
-        await terminal.resize(lines, columns)
+        with _input_limit():
+            await terminal.resize(lines, columns)
         return process_pb.UpdateResponse()
 
     async def send_input(self, request: Any, _: Any) -> Any:
@@ -229,8 +230,8 @@ def _check(request: Any, running: int) -> None:
 
 
 async def _events(command: Command, events: MemoryObjectReceiveStream[Any]) -> AsyncIterator[Any]:
-    await command.started.wait()
-    with events:
+    with events:  # also if the client goes before the start, or the command would wait for it
+        await command.started.wait()
         if command.program is not None:
             yield Event(event=Oneof("start", Event.StartEvent(pid=command.program.group)))
         while True:
@@ -261,9 +262,15 @@ async def _send(command: Command | None, data: Any) -> None:
     if not data or data.input.field != kind:
         raise ConnectError(Code.INVALID_ARGUMENT, f"there is no input for its `{kind}`")
     send = command.program.send if terminal is None else terminal.type
+    with _input_limit():
+        if not await send(data.input.value):
+            raise ConnectError(Code.FAILED_PRECONDITION, "the command takes no more input")
+
+
+@contextmanager
+def _input_limit() -> Iterator[None]:
     try:
         with anyio.fail_after(INPUT_SECONDS):
-            if not await send(data.input.value):
-                raise ConnectError(Code.FAILED_PRECONDITION, "the command takes no more input")
+            yield
     except TimeoutError:
         raise ConnectError(Code.DEADLINE_EXCEEDED, "the command did not read its input") from None

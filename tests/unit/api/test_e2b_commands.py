@@ -1,4 +1,4 @@
-"""Commands of E2B's sandboxes send all that they print, however late their clients read it."""
+"""Commands of E2B's sandboxes send all that they print, however late clients read, and no client holds up another."""
 
 import math
 from collections.abc import AsyncIterator
@@ -10,9 +10,14 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 import pytest
+from connectrpc.code import Code
+from connectrpc.errors import ConnectError
 from e2b.envd.process import process_pb
+from protobuf import Oneof
 
-from rollout_service.server.e2b.commands import BUFFERED, IDLE_SECONDS, Command
+from rollout_service.server.e2b import commands
+from rollout_service.server.e2b.boxes import CURRENT_BOX
+from rollout_service.server.e2b.commands import BUFFERED, IDLE_SECONDS, Command, ProcessCalls, _events
 
 
 class Printing:
@@ -45,16 +50,21 @@ class Printing:
         pass
 
 
-async def output_of(program: Printing, *, pause: float) -> bytes:
-    """Return what a client receives that begins to read after a pause."""
-
+def box_with(program: Printing) -> Any:
     @asynccontextmanager
     async def start(*_: object, **__: object) -> AsyncIterator[Printing]:
         yield program
 
-    box: Any = SimpleNamespace(sandbox=SimpleNamespace(program=start))
-    request = process_pb.StartRequest(process=process_pb.ProcessConfig(cmd="print"))
-    command = Command(request, deadline=math.inf)
+    return SimpleNamespace(sandbox=SimpleNamespace(program=start))
+
+
+def make_command() -> Command:
+    return Command(process_pb.StartRequest(process=process_pb.ProcessConfig(cmd="print")), deadline=math.inf)
+
+
+async def output_of(program: Printing, *, pause: float) -> bytes:
+    """Return what a client receives that begins to read after a pause."""
+    command, box = make_command(), box_with(program)
     events, found = command.listen(), b""
     with anyio.fail_after(20):
         async with anyio.create_task_group() as tasks, events:
@@ -89,3 +99,31 @@ async def test_a_terminal_that_cannot_be_made_says_why(local_sandbox):
 async def test_a_command_ends_whatever_it_has_left_in_the_background(pause):
     found = await output_of(Printing(3, chatters=True), pause=pause)
     assert found.startswith(b"012")
+
+
+async def test_a_client_that_goes_before_the_command_has_started_does_not_hold_it_up():
+    command = make_command()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(anext, _events(command, command.listen()))
+        await anyio.wait_all_tasks_blocked()
+        tasks.cancel_scope.cancel()
+    with anyio.fail_after(20):
+        await command.run(box_with(Printing(2 * BUFFERED)))
+
+
+async def test_a_terminal_that_takes_nothing_holds_up_no_call(monkeypatch):
+    monkeypatch.setattr(commands, "INPUT_SECONDS", 0.01)
+    stuck: Any = SimpleNamespace(resize=lambda *_: anyio.sleep_forever(), type=lambda _: anyio.sleep_forever())
+    command = make_command()
+    command.terminal, command.program = stuck, Printing(1)  # type: ignore[assignment]
+    CURRENT_BOX.set(SimpleNamespace(commands=[command]))  # type: ignore[arg-type]
+    selector = process_pb.ProcessSelector(selector=Oneof("pid", Printing.group))
+    size = process_pb.PTY(size=process_pb.PTY.Size(rows=9, cols=9))
+    keys = process_pb.ProcessInput(input=Oneof("pty", b"x"))
+    for call, request in (
+        (ProcessCalls().update, process_pb.UpdateRequest(process=selector, pty=size)),
+        (ProcessCalls().send_input, process_pb.SendInputRequest(process=selector, input=keys)),
+    ):
+        with anyio.fail_after(20), pytest.raises(ConnectError) as caught:
+            await call(request, None)
+        assert caught.value.code == Code.DEADLINE_EXCEEDED
