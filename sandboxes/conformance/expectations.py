@@ -19,6 +19,17 @@ Check = Callable[[Sandbox, SandboxProvider], Awaitable[None]]
 GRACE = 12.0
 """Seconds after its timeout in which a call must return."""
 
+WRITE = r"""
+mkdir -p kept/deep shut gone && rmdir gone && echo first >kept/file && ln kept/file kept/hard && ln -s file kept/link
+chmod 4640 kept/file; chmod 2750 kept/deep; touch -d @1000000000.5 kept/old; printf 'a\0b' >"$(printf 'new\nline\377')"
+mkfifo kept/pipe; echo secret >shut/file; chmod 000 shut/file; chmod 0500 shut; truncate -s 1M kept/sparse
+"""
+LOOK = r"""
+find . -printf '%P %y %m %n %s %l %T@\n' | sort; cat kept/hard new*
+"""
+OPEN = r"""
+chmod 0700 shut; chmod 0600 shut/file; cat shut/file
+"""
 IMAGE_CHANGES = r"""
 set -e
 folder=$(find /usr/share /usr/lib -mindepth 1 -maxdepth 1 -type d ! -name 'lib*' ! -name python3 | sort | head -n 1)
@@ -106,6 +117,14 @@ async def interrupted(sandbox: Sandbox, session: BashSession | PythonSession, ca
 async def said(sandbox: Sandbox, script: str) -> str:
     done = await sandbox.exec(["bash", "-c", script])
     return done.stdout.decode(errors="surrogateescape") + done.stderr.decode()
+
+
+async def write_files(sandbox: Sandbox, provider: SandboxProvider) -> str:
+    """Write files that `LOOK` describes, and remove a folder of the image; return its path.
+
+    Without isolation, the image's files are those of the host, so nothing is removed.
+    """
+    return (await said(sandbox, WRITE + (IMAGE_CHANGES if provider.isolates else ""))).strip()
 
 
 async def walls(sandbox: Sandbox, provider: SandboxProvider) -> str:

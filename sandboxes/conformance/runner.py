@@ -91,16 +91,12 @@ def _verdict(found: str, known: str | None) -> Verdict:
 
 
 async def _failure(check: Check, provider: SandboxProvider, image: str | None) -> str:
+    found: list[Exception] = []
     try:
         await run_check(check, provider, image)
-    except (ConformanceError, SandboxError) as error:
-        return f"{type(error).__name__}: {error}"
-    except ExceptionGroup as group:
-        _, other = group.split((ConformanceError, SandboxError))
-        if other is not None:
-            raise
-        return "; ".join(f"{type(error).__name__}: {error}" for error in _leaves(group))
-    return ""
+    except* (ConformanceError, SandboxError) as group:
+        found = _leaves(group)
+    return "; ".join(f"{type(error).__name__}: {error}" for error in found)
 
 
 def _leaves(group: ExceptionGroup[Exception]) -> list[Exception]:

@@ -9,19 +9,20 @@ from tempfile import TemporaryDirectory
 
 import anyio
 
-from sandboxes.conformance.expectations import GRACE, IMAGE_CHANGES, expect, expect_error, expect_walls, said, walls
+from sandboxes.conformance.expectations import (
+    GRACE,
+    LOOK,
+    OPEN,
+    expect,
+    expect_error,
+    expect_walls,
+    said,
+    walls,
+    write_files,
+)
 from sandboxes.contract import Sandbox, SandboxProvider
 from sandboxes.errors import FileTooLargeError, SandboxConfigError, SandboxUnsavedError
 
-WRITE = r"""
-mkdir -p kept/deep shut gone && rmdir gone && echo first >kept/file && ln kept/file kept/hard && ln -s file kept/link
-chmod 4640 kept/file; chmod 2750 kept/deep; touch -d @1000000000.5 kept/old; printf 'a\0b' >"$(printf 'new\nline\377')"
-mkfifo kept/pipe; echo secret >shut/file; chmod 000 shut/file; chmod 0500 shut; truncate -s 1M kept/sparse
-"""
-LOOK = r"""
-find . -printf '%P %y %m %n %s %l %T@\n' | sort; cat kept/hard new*
-chmod 0700 shut; chmod 0600 shut/file; cat shut/file
-"""
 SHELL = r"""
 cd kept; umask 027; set -o noclobber; set -f; shopt -s extglob nullglob; alias hi='echo "aliased"'
 plain="two  words 'and' \$HOME"; export SHOWN=$'line\nbreak\u00e9'; declare -i number=7; readonly FIXED=1; unset LANG
@@ -64,9 +65,9 @@ async def _save(sandbox: Sandbox, path: Path = Path(os.devnull), limit: int = 1 
 
 async def saved_has_files(sandbox: Sandbox, provider: SandboxProvider) -> None:
     """A sandbox that begins with what was saved has the files, with modes, links and times; the first one goes on."""
-    removed = (await said(sandbox, WRITE + (IMAGE_CHANGES if provider.isolates else ""))).strip()
+    removed = await write_files(sandbox, provider)
     async with _saved(sandbox) as saved:
-        look = f"{LOOK}ls -d {removed} 2>&1 | wc -l"
+        look = f"{LOOK}{OPEN}ls -d {removed} 2>&1 | wc -l"
         async with await provider.start(replace(sandbox.spec, saved=saved)) as other:
             found = await said(other, look)
             expect(found == await said(sandbox, look), found)
