@@ -27,8 +27,7 @@ from sandboxes.errors import SandboxClosedError, SandboxUnsavedError, SessionDie
 from sandboxes.runtime.control import Child, ControlShell, ticks_now
 from sandboxes.runtime.pipes import ERROR, FIRST_LOOK, INPUT, OUTPUT, OutputBuffer, Reader, count_pending
 from sandboxes.sessions.bash_state import DUMP_SECONDS, MAX_BYTES, make_dump, parse_dump
-from sandboxes.sessions.output_feed import OutputFeed
-from sandboxes.sessions.serial_session import SerialSession
+from sandboxes.sessions.serial_session import OutputFeed, SerialSession
 
 ARGV = ("bash", "--norc", "--noprofile", "--noediting", "-i")
 DESCRIPTORS = frozenset({0, 1, 2, 8, 9, 255})

@@ -23,7 +23,7 @@ from sandboxes.errors import SandboxStartError, SessionDiedError
 from sandboxes.runtime.control import Child
 from sandboxes.runtime.pipes import ERROR, INPUT, OUTPUT, OutputBuffer, Reader
 from sandboxes.sessions.kernel_wire import Wire, as_mapping, make_session
-from sandboxes.sessions.output_feed import OutputFeed
+from sandboxes.sessions.serial_session import OutputFeed
 
 CHANNELS = ("shell", "iopub", "stdin", "control", "hb")
 """In the order of our port numbers, which begin at 1."""

@@ -18,8 +18,7 @@ from sandboxes.limits.freezer import Freezer
 from sandboxes.limits.violations import LimitViolations
 from sandboxes.runtime.control import ControlShell
 from sandboxes.sessions.kernel import PROGRAM, Cell, Kernel, KernelPaths, make_connection_info
-from sandboxes.sessions.output_feed import OutputFeed
-from sandboxes.sessions.serial_session import SerialSession
+from sandboxes.sessions.serial_session import OutputFeed, SerialSession
 
 PROGRAM_INSIDE = "kernel.py"
 INTERRUPT_GRACE = 5.0

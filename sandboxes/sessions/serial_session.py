@@ -1,22 +1,59 @@
-"""The base of both kinds of sessions, and how to open sessions ahead of their first use.
+"""The base of both kinds of sessions, their output as it comes, and how to open them ahead of their first use.
 
 A session has one process, started when it is needed, and one call at a time. The death of a process is raised once,
 with its cause if the sandbox knows one. The next call starts another process.
 """
 
 import asyncio
+import codecs
 import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import ClassVar, Generic, Protocol, TypeVar
+from typing import ClassVar, Generic, Literal, Protocol, TypeVar
 
-from sandboxes.contract import Sandbox, SessionName
+from sandboxes.contract import OnOutput, Sandbox, SessionName, SessionOutput
 from sandboxes.errors import FileMissingError, SandboxError, SessionDiedError
 from sandboxes.limits.freezer import Freezer
 from sandboxes.limits.token_bucket import TokenBucket
 from sandboxes.limits.violations import LimitViolations
 from sandboxes.runtime.control import ControlShell
+from sandboxes.runtime.pipes import OutputBuffer
 from sandboxes.task_groups import open_task_group
+
+PIECE_SIZE = 100
+"""A piece counts as so many characters more, for what it takes to keep it."""
+LEFT_OUT = "\n[... the rest of the output is left out ...]\n"
+
+
+class OutputFeed:
+    """Passes the output of a running command or cell on, never more than its limit."""
+
+    def __init__(self, on_output: OnOutput | None, limit: int) -> None:
+        self._on_output = on_output
+        self._room = limit
+
+    def add(self, kind: Literal["stdout", "stderr", "display", "result"], formats: Mapping[str, str]) -> None:
+        """Pass a piece on; one that is too large ends the feed with a note."""
+        if self._on_output is None or self._room < 0 or not formats:
+            return
+        self._room -= PIECE_SIZE + sum(len(name) + len(text) for name, text in formats.items())
+        if self._room >= 0:
+            self._on_output(SessionOutput(kind, formats))
+        else:
+            self._on_output(SessionOutput("stdout", {"text/plain": LEFT_OUT}))
+
+    def adder(self, output: OutputBuffer) -> Callable[[bytes], None]:
+        """Return a function that adds what was printed to both; a character may come in two parts."""
+        if self._on_output is None:
+            return output.add
+        decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+        def add(data: bytes) -> None:
+            output.add(data)
+            if text := decode(data):
+                self.add("stdout", {"text/plain": text})
+
+        return add
 
 
 class SessionProcess(Protocol):

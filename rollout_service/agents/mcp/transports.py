@@ -22,7 +22,7 @@ from rollout_service.agents.web.tunnel import HTTP_ERRORS, connection_pool
 from rollout_service.base.errors import ServiceError
 from rollout_service.base.strict_json import without_half_pairs
 from sandboxes import RunningProgram, Sandbox
-from sandboxes.runtime.program_stream import ProgramStream
+from sandboxes.runtime.execution import ProgramStream
 
 MESSAGE_BYTES = 4 * 1024 * 1024
 ERROR_CHARS = 1_000

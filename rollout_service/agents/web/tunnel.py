@@ -23,7 +23,7 @@ from anyio.streams.tls import TLSStream
 
 from sandboxes import Network, RunningProgram, Sandbox
 from sandboxes.egress.rules import AllowList, normalize_host, parse_address
-from sandboxes.runtime.program_stream import ProgramStream
+from sandboxes.runtime.execution import ProgramStream
 
 # "+" says that the connection is open. The main program is the one that reads it, so its end is the end of the tunnel.
 CONNECT = """

@@ -22,7 +22,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 from rollout_service.base.errors import ConfigurationError, EnvironmentFailedError
 from sandboxes import Sandbox
 from sandboxes.host.children import start_process
-from sandboxes.runtime.program_stream import ProgramStream
+from sandboxes.runtime.execution import ProgramStream
 
 T = TypeVar("T")
 

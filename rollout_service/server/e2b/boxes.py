@@ -253,8 +253,7 @@ class Boxes:
 
     def list(self, owner: str) -> list[Box]:
         """Return the sandboxes of a key, the latest first."""
-        found = [box for box in self._boxes.values() if box.owner == owner]
-        return sorted(found, key=lambda box: -box.number)
+        return [box for box in reversed(self._boxes.values()) if box.owner == owner]
 
     def find(self, sandbox_id: str) -> Box | None:
         """Return a sandbox of any key; the caller must check its token."""

@@ -182,7 +182,7 @@ def _comparisons(condition: Condition | Given) -> list[dict[str, object]]:
     ]
 
 
-def assemble(architecture: Architecture, rules: Sequence[SyscallRule] = RULES) -> list[bytes]:
+def assemble(architecture: Architecture) -> list[bytes]:
     found = [
         _instruction(LOAD, ARCHITECTURE_AT),
         _instruction(EQUAL, architecture.audit, if_true=1),
@@ -194,7 +194,7 @@ def assemble(architecture: Architecture, rules: Sequence[SyscallRule] = RULES) -
             _instruction(ANY_BIT, X32_BIT, if_false=1),
             _instruction(RETURN, ERRNO | errno.ENOSYS),
         ]
-    for rule in rules:
+    for rule in RULES:
         if (number := architecture.numbers.get(rule.name)) is not None:
             found += _assemble_rule(number, rule)
     return [*found, _instruction(RETURN, ALLOW)]

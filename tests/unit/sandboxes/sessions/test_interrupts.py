@@ -22,7 +22,7 @@ from sandboxes.runtime.pipes import Pipes
 from sandboxes.sessions.bash import REPORT, Interrupter, InterruptTiming
 from sandboxes.sessions.kernel import MAX_FORMATS, Cell, _open_socket
 from sandboxes.sessions.kernel_wire import DELIM, Wire, decode, make_session
-from sandboxes.sessions.output_feed import LEFT_OUT, OutputFeed
+from sandboxes.sessions.serial_session import LEFT_OUT, OutputFeed
 from sandboxes.sessions.zmtp import GREETING, MESSAGE_LIMIT, ZmtpConnection, encode_frame
 
 SHORT = InterruptTiming(
@@ -257,6 +257,11 @@ def test_invalid_utf8_and_json_are_survived():
     message[-1] = b'{"text": "\xff", "number": NaN}'
     found = decode(message, "request")
     assert found[1]["text"] == "\ufffd"
+
+
+@given(st.lists(st.binary(max_size=8) | st.just(DELIM) | st.just(b"{}"), max_size=8))
+def test_any_frames_are_survived(message):
+    assert decode(message, "request") is None
 
 
 PARTS = {"lists": b"[" * 100_000, "objects": b'{"a":' * 100_000, "list": b"[]", "null": b"null", "nothing": b""}
