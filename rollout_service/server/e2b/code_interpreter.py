@@ -109,6 +109,8 @@ def routes() -> list[Route]:
 async def _execute(request: Request) -> Response:
     asked = CodeRun.model_validate_json(await request.body())
     context = _context(asked.context_id or (asked.language or "python").lower())
+    if context.language == "bash" and "\0" in asked.code:
+        raise RequestError("code: a command of bash has no NUL characters")
     return CodeRunResponse(CURRENT_BOX.get(), context, asked)
 
 

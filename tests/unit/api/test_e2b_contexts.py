@@ -1,4 +1,4 @@
-"""A context of the code interpreter is restarted whatever runs in it."""
+"""A context of the code interpreter is restarted whatever runs in it, and refuses what no shell can run."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -6,13 +6,15 @@ from typing import Any
 import anyio
 import httpx
 import orjson
+import pytest
 from starlette.routing import Router
 
+from rollout_service.base.errors import RequestError
 from rollout_service.server.e2b import code_interpreter
 from rollout_service.server.e2b.boxes import CURRENT_BOX
 
 
-async def test_a_restart_ends_what_runs(local_sandbox):
+async def test_a_restart_ends_what_runs_and_bash_takes_no_nul(local_sandbox):
     box: Any = SimpleNamespace(sandbox=local_sandbox, contexts={}, most_seconds=1000.0)
     CURRENT_BOX.set(box)
     transport = httpx.ASGITransport(Router(code_interpreter.routes()))
@@ -34,3 +36,5 @@ async def test_a_restart_ends_what_runs(local_sandbox):
         found.clear()
         await run('[[ -z "$x" ]]')
         assert not any(found)
+        with pytest.raises(RequestError, match="NUL"):
+            await run("echo a\0b")
