@@ -53,23 +53,6 @@ async def python_dies(sandbox: Sandbox, _: SandboxProvider) -> None:
     expect((await python.execute("2 + 2")).result == "4", "no fresh kernel")
 
 
-async def python_whole_rollout(sandbox: Sandbox, _: SandboxProvider) -> None:
-    """State persists over dozens of cells, including timeouts, exceptions and floods."""
-    python = await sandbox.python()
-    await python.execute("import collections, os\nos.makedirs('deep'); os.chdir('deep')\nseen = collections.Counter()")
-    for number in range(60):
-        match number % 20:
-            case 6:
-                await python.execute("while True: print('x' * 1000)", timeout=0.3, output_limit=1000)
-            case 13:
-                await python.execute("seen['no'] += 1 / 0")
-            case _:
-                result = await python.execute(f"seen['yes'] += 1\n{number}")
-                expect(result.result == str(number), result)
-    result = await python.execute("seen['yes'], seen['no'], os.path.basename(os.getcwd())")
-    expect(result.result == "(54, 0, 'deep')", result)
-
-
 async def python_flood(sandbox: Sandbox, _: SandboxProvider) -> None:
     """Code that prints faster than it is read has to wait; the timeout stops it at once, and state is kept."""
     python = await sandbox.python()

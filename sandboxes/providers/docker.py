@@ -39,7 +39,7 @@ from sandboxes.host.children import LingeringChildren
 from sandboxes.host.processes import MARKER, FirstProcess, processes_of
 from sandboxes.host.subordinate_ids import resolve_user
 from sandboxes.images.sources import packaged_names
-from sandboxes.limits.cgroups import CGROUPS, ControlGroup, ControlGroups, ResourceLimits
+from sandboxes.limits.cgroups import CGROUPS, ControlGroup, ResourceLimits
 from sandboxes.providers.base import HIDE, PIPES, SOCKETS, HostProvider, LaunchPlan
 from sandboxes.providers.sandbox import ControlledSandbox, LaunchedSandbox
 from sandboxes.reclaim.host_resources import LauncherResources, LeftoverProcesses
@@ -298,9 +298,6 @@ class DockerProvider(HostProvider):
         self._env = _client_env(config.host)
         self._containers = Containers(binary, self._env)
         self._held: frozenset[str] | None = None
-
-    def groups(self) -> ControlGroups:
-        return ControlGroups({})  # the daemon makes its own
 
     @property
     def enforced(self) -> frozenset[str]:

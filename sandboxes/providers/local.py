@@ -18,7 +18,7 @@ from sandboxes.config import LocalConfig
 from sandboxes.contract import SandboxSpec
 from sandboxes.errors import SandboxConfigError
 from sandboxes.host.processes import kill_processes, processes_of
-from sandboxes.limits.cgroups import ControlGroups, ResourceLimits
+from sandboxes.limits.cgroups import ResourceLimits
 from sandboxes.providers.base import HostProvider, LaunchPlan
 from sandboxes.providers.sandbox import ControlledSandbox, LaunchedSandbox
 from sandboxes.reclaim.run_folders import RunFolder
@@ -45,9 +45,6 @@ class LocalProvider(HostProvider):
         super().__init__(state_dir, config.run_dir, config.start_timeout)
         self._python = str(config.python or sys.executable)
         log.warning("sandboxes are not isolated", provider=self.name, use="for tests and trusted code alone")
-
-    def groups(self) -> ControlGroups:
-        return ControlGroups({})
 
     async def plan(self, spec: SandboxSpec, folder: RunFolder) -> LaunchPlan:
         if spec.read_only_binds:

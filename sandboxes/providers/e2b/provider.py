@@ -38,7 +38,7 @@ from sandboxes.errors import (
 )
 from sandboxes.extras import extra_hint
 from sandboxes.host.children import LingeringChildren
-from sandboxes.limits.cgroups import ControlGroups, ResourceLimits
+from sandboxes.limits.cgroups import ResourceLimits
 from sandboxes.providers.base import HostProvider, LaunchPlan
 from sandboxes.providers.e2b import relay_program
 from sandboxes.providers.e2b.link import CONTROL_SHELL, PROGRAM, TRUSTED, Link
@@ -134,9 +134,6 @@ class E2BProvider(HostProvider):
     @property
     def used_seconds(self) -> float:
         return self._client.seconds
-
-    def groups(self) -> ControlGroups:
-        return ControlGroups({})
 
     async def plan(self, spec: SandboxSpec, folder: RunFolder) -> LaunchPlan:
         refused = {
