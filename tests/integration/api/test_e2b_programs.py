@@ -371,39 +371,3 @@ def test_files_are_arranged(shared):
     for call in (lambda: files.read("/tmp"), lambda: files.list("else/where"), lambda: files.write("/tmp", "x")):
         with pytest.raises(e2b.InvalidArgumentException):
             call()
-
-
-async def test_the_asynchronous_client_works_the_same_way():
-    async with await AsyncSandbox.create("base", timeout=60, metadata={"by": "async"}) as sandbox:
-        assert await sandbox.is_running()
-        listed = await AsyncSandbox.list(SandboxQuery(metadata={"by": "async"})).next_items()
-        assert [info.sandbox_id for info in listed] == [sandbox.sandbox_id]
-        results: list[str] = []
-
-        async def run(number: int) -> None:
-            results.append((await sandbox.commands.run(f"sleep 0.2; echo {number}")).stdout)
-
-        async with anyio.create_task_group() as tasks:
-            for number in range(20):
-                tasks.start_soon(run, number)
-        assert sorted(map(int, results)) == list(range(20))
-        handle = await sandbox.commands.run("read -r line; echo got $line", background=True, stdin=True)
-        await handle.send_stdin("it\n")
-        assert (await handle.wait()).stdout == "got it\n"
-        stream = sandbox.commands.stream_input(
-            (await sandbox.commands.run("wc -c > n", background=True, stdin=True)).pid
-        )
-        for _ in range(100):
-            await stream.send(b"0123456789")
-        await stream.close()
-
-        async def pieces():
-            for _ in range(100):
-                yield b"x" * 10_000
-
-        await sandbox.files.write("big", pieces())
-        assert len(await sandbox.files.read("big", format="bytes")) == 1_000_000
-        assert not await sandbox.files.exists("missing")
-        with pytest.raises(e2b.TimeoutException):
-            await sandbox.commands.run("sleep 60", timeout=0.5)
-    assert not await AsyncSandbox.kill(sandbox.sandbox_id)

@@ -16,14 +16,6 @@ from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
 
 pytestmark = pytest.mark.apptainer
 
-# This tar makes an archive that plants a shell in the grader's sandbox.
-PLANT_TAR = r"""
-mkdir -p /tmp/x/usr/local/sbin /tmp/x/workspace
-printf '#!/bin/sh\necho "{\\"reward\\": 1}" >"$ROLLOUT_RESULT"\nexit 0\n' >/tmp/x/usr/local/sbin/bash
-chmod 755 /tmp/x/usr/local/sbin/bash
-printf '#!/bin/bash\nexec /usr/bin/tar -C /tmp/x -cf - usr workspace\n' >/usr/local/sbin/tar
-chmod 755 /usr/local/sbin/tar; echo 0 >answer.txt
-"""
 SLEEPING = r"""
 for name in tar bash stat head cat realpath; do
   printf '#!/bin/sh\nsleep 1000\n' >/usr/local/sbin/$name; chmod 755 /usr/local/sbin/$name
@@ -43,12 +35,6 @@ def bash(command):
 async def scored(environment, sandboxes, *commands):
     script = [*(bash(command) for command in commands), turn("", call("finish", answer="done"))]
     return await play(environment, environment.dataset()[0], ScriptedPolicy(script), sandboxes)
-
-
-async def test_a_planted_tar_is_not_used(environment, sandboxes):
-    trial = await scored(environment, sandboxes, PLANT_TAR)
-    assert trial.score.reward == 0.0
-    assert trial.score.parts == {"answered": 1.0}  # the real grader saw the wrong answer
 
 
 @pytest.mark.parametrize("spoil", ["chmod 000 .", "chmod 000 answer.txt", SLEEPING, "chmod 000 . *; " + SLEEPING])

@@ -70,9 +70,19 @@ def test_a_file_that_apptainer_did_not_make_is_left_to_the_image(folder, command
     assert "/etc/group" not in learn(folder, command, text).get(KIND).files
 
 
-@pytest.mark.parametrize("mounts", [[*MOUNTS, "/more"], MOUNTS[:-1], [path for path in MOUNTS if path != "/proc"]])
-def test_other_mounts_are_left_to_apptainer(folder, command, mounts):
-    assert learn(folder, command, report(folder, mounts, "n", "p", "g")).get(KIND) is None
+@pytest.mark.parametrize(
+    ("mounts", "changed"),
+    [
+        ([*MOUNTS, "/more"], {}),
+        (MOUNTS[:-1], {}),
+        ([path for path in MOUNTS if path != "/proc"], {}),
+        (MOUNTS, {"root": "fuse.fuse-overlayfs"}),
+        (MOUNTS, {"marker": "0123abcd-70"}),
+    ],
+    ids=["more mounts", "without a bind", "without /proc", "overlay of a program", "another sandbox"],
+)
+def test_any_other_container_is_left_to_apptainer(folder, command, mounts, changed):
+    assert learn(folder, command, report(folder, mounts, "n", "p", "g", **changed)).get(KIND) is None
 
 
 @pytest.mark.parametrize("size", range(0, 700, 7))
@@ -83,16 +93,6 @@ def test_a_report_that_breaks_off_is_none(folder, command, size):
 
 def test_a_mount_without_a_point_is_left_to_apptainer(folder, command):
     text = report(folder, MOUNTS, "n", "p", "g").replace(b"none rw\n", b"none rw\nx\n", 1)
-    assert learn(folder, command, text).get(KIND) is None
-
-
-def test_an_overlay_of_a_program_is_left_to_apptainer(folder, command):
-    text = report(folder, MOUNTS, "n", "p", "g", root="fuse.fuse-overlayfs")
-    assert learn(folder, command, text).get(KIND) is None
-
-
-def test_the_report_of_another_sandbox_is_none(folder, command):
-    text = report(folder, MOUNTS, "n", "p", "g", marker="0123abcd-70")
     assert learn(folder, command, text).get(KIND) is None
 
 
