@@ -1,18 +1,22 @@
-"""One IPython kernel: its process inside, and the Unix sockets between it and the host.
+"""One IPython kernel: its process inside, and Jupyter's messages on the Unix sockets between it and the host.
 
 The kernel binds its sockets in a folder that the sandbox can write to. Code inside could replace one by a link to
 another socket of the host, so the host opens each without following links, checks that it is a socket, and connects to
-the open handle. The size and number of messages are bounded, and every field is checked before use.
+the open handle. The size and number of messages are bounded (see `zmtp`), and every field is checked before use.
+
+jupyter_client's `Session` writes messages; what it does to read one has no bounds. A message for another request is
+dropped before it is decoded, and malformed ones are dropped. Messages are not signed.
 """
 
+import json
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.to_thread
@@ -22,8 +26,11 @@ from sandboxes.contract import PythonErrorInfo
 from sandboxes.errors import SandboxStartError, SessionDiedError
 from sandboxes.runtime.control import Child
 from sandboxes.runtime.pipes import ERROR, INPUT, OUTPUT, OutputBuffer, Reader
-from sandboxes.sessions.kernel_wire import Wire, as_mapping, make_session
 from sandboxes.sessions.serial_session import OutputFeed
+from sandboxes.sessions.zmtp import ZmtpConnection
+
+if TYPE_CHECKING:
+    from jupyter_client.session import Session
 
 CHANNELS = ("shell", "iopub", "stdin", "control", "hb")
 """In the order of our port numbers, which begin at 1."""
@@ -40,6 +47,14 @@ SILENCE = 4.0
 """Longest pause of output after the reply. Only code that changes how the kernel sends can lose "idle"."""
 MAX_FORMATS = 32
 """The most formats of one value. Jupyter defines about a dozen."""
+
+DELIM = b"<IDS|MSG>"
+HEADERS_LIMIT = 16 * 1024
+"""Kernels send some hundred bytes."""
+MALFORMED = (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError)
+
+Sink = Callable[[str, Mapping[str, Any]], None]
+"""Gets the type and the content of each message."""
 
 ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 
@@ -61,6 +76,58 @@ class KernelPaths:
     files_inside: str
     files: Path
     """On the host, which alone can write to it."""
+
+
+class Wire:
+    def __init__(self, shell: Path, iopub: Path, session: "Session") -> None:
+        """Connect without waiting."""
+        self._session = session
+        self._shell = ZmtpConnection(shell, b"DEALER")
+        self._connections = (self._shell, ZmtpConnection(iopub, b"SUB"))
+
+    def execute(self, code: str, *, silent: bool = False, **asked: Any) -> str:
+        """Return the id of the message. `kernel_program` reads what else was `asked`.
+
+        Raises:
+            BlockingIOError: The kernel takes no more requests.
+        """
+        content = {
+            "code": code,
+            "silent": silent,
+            "store_history": not silent,
+            "user_expressions": {},
+            "allow_stdin": False,
+            "stop_on_error": True,
+            **asked,
+        }
+        message = self._session.msg("execute_request")
+        # ASCII can encode any Python string, including half of a surrogate pair.
+        message["content"] = json.dumps(content).encode()
+        frames = self._session.serialize(message)
+        try:
+            self._shell.send(frames)
+        except BlockingIOError as error:
+            raise BlockingIOError("the kernel takes no more requests") from error
+        return str(message["msg_id"])
+
+    def listen(self, request: str, sink: Sink) -> None:
+        def take(frames: Sequence[bytes]) -> None:
+            message = decode(frames, request)
+            if message is not None:
+                sink(*message)
+
+        for connection in self._connections:
+            connection.start(take)
+
+    def stop(self) -> None:
+        """Stop reading. Further messages stay where they are; their sender has to wait. Idempotent."""
+        for connection in self._connections:
+            connection.stop()
+
+    def close(self) -> None:
+        """Disconnect. Idempotent."""
+        for connection in self._connections:
+            connection.close()
 
 
 class Cell:
@@ -288,3 +355,40 @@ def _join_lines(lines: object) -> str:
 
 def _encode(text: object) -> bytes:
     return text.encode("utf-8", "replace") if isinstance(text, str) else b""
+
+
+def make_session() -> "Session":
+    """Return a session without signatures.
+
+    Call this in a thread: the first call imports jupyter_client, which takes too long for the event loop.
+    """
+    from jupyter_client.session import Session
+
+    session = Session(username="", packer="orjson", unpacker="orjson")
+    session.key = b""  # passed to the constructor, it would cause a warning for every kernel
+    return session
+
+
+def decode(frames: Sequence[bytes], request: str) -> tuple[str, Mapping[str, Any]] | None:
+    """Return the type and content, or None if the message answers another request or is malformed."""
+    try:
+        begin = frames.index(DELIM) + 2  # after the signature
+        header, parent, _, content = frames[begin : begin + 4]
+        if request.encode() not in parent or len(header) + len(parent) > HEADERS_LIMIT:
+            return None
+        if orjson.loads(parent)["msg_id"] != request:
+            return None
+        return str(orjson.loads(header)["msg_type"]), as_mapping(_decode_json(content))
+    except MALFORMED:
+        return None
+
+
+def as_mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _decode_json(data: bytes) -> object:
+    try:
+        return orjson.loads(data)
+    except ValueError:  # numbers and characters that Python's own encoder allows
+        return json.loads(data.decode("utf-8", "replace"))

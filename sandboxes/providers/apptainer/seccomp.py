@@ -107,13 +107,7 @@ _X86_64 = Architecture(
     | {"socket": 41, "socketpair": 53, "syslog": 103, "setpriority": 141, "sched_setparam": 142}
     | {"sched_setscheduler": 144, "vhangup": 153, "sync": 162, "acct": 163, "settimeofday": 164}
     | {"swapon": 167, "swapoff": 168, "reboot": 169, "iopl": 172, "ioperm": 173, "init_module": 175}
-    | {
-        "delete_module": 176,
-        "quotactl": 179,
-        "sched_setaffinity": 203,
-        "io_setup": 206,
-        "lookup_dcookie": 212,
-    }
+    | {"delete_module": 176, "quotactl": 179, "sched_setaffinity": 203, "io_setup": 206, "lookup_dcookie": 212}
     | {"clock_settime": 227, "kexec_load": 246, "add_key": 248, "request_key": 249, "keyctl": 250}
     | {"ioprio_set": 251, "migrate_pages": 256, "move_pages": 279, "perf_event_open": 298}
     | {"fanotify_init": 300, "prlimit64": 302, "open_by_handle_at": 304, "syncfs": 306, "finit_module": 313}
@@ -123,15 +117,7 @@ _X86_64 = Architecture(
 _AARCH64 = Architecture(
     0xC00000B7,
     _COMMON
-    | {
-        "io_setup": 0,
-        "lookup_dcookie": 18,
-        "ioprio_set": 30,
-        "vhangup": 58,
-        "quotactl": 60,
-        "sync": 81,
-        "acct": 89,
-    }
+    | {"io_setup": 0, "lookup_dcookie": 18, "ioprio_set": 30, "vhangup": 58, "quotactl": 60, "sync": 81, "acct": 89}
     | {"kexec_load": 104, "init_module": 105, "delete_module": 106, "clock_settime": 112, "syslog": 116}
     | {"sched_setparam": 118, "sched_setscheduler": 119, "sched_setaffinity": 122, "setpriority": 140}
     | {"reboot": 142, "settimeofday": 170, "socket": 198, "socketpair": 199, "add_key": 217}

@@ -20,8 +20,7 @@ from sandboxes.errors import SessionDiedError
 from sandboxes.runtime.control import Child, ControlShell
 from sandboxes.runtime.pipes import Pipes
 from sandboxes.sessions.bash import REPORT, Interrupter, InterruptTiming
-from sandboxes.sessions.kernel import MAX_FORMATS, Cell, _open_socket
-from sandboxes.sessions.kernel_wire import DELIM, Wire, decode, make_session
+from sandboxes.sessions.kernel import DELIM, MAX_FORMATS, Cell, Wire, _open_socket, decode, make_session
 from sandboxes.sessions.serial_session import LEFT_OUT, OutputFeed
 from sandboxes.sessions.zmtp import GREETING, MESSAGE_LIMIT, ZmtpConnection, encode_frame
 
