@@ -12,25 +12,12 @@ from rollout_service.base.errors import ConfigurationError, InvalidFieldError
 from rollout_service.environments.declarative.environment import load_folder
 from rollout_service.environments.registry import load_path
 from rollout_service.environments.swe.environment import SweDeclaration, SweEnvironment
-from sandboxes.errors import ImagePathError
 from sandboxes.images.dockerfile.context import BuildContext
-from sandboxes.images.dockerfiles import dockerfile_at, find_bases
-from sandboxes.images.store import ImageStore
 
 Check = Callable[[Path], None]
 DOWNLOADS: dict[str, Check] = {}
 PATHS = (
-    *(
-        "/",
-        "/etc",
-        "//etc",
-        "../../../../../../etc",
-        "~/",
-        "~/.ssh/x.sif",
-        "$HOME/x.sif",
-        "/etc/passwd.sif",
-        "x.sif",
-    ),
+    *("/", "/etc", "//etc", "../../../../../../etc", "~/", "~/.ssh/x.sif", "$HOME/x.sif", "/etc/passwd.sif", "x.sif"),
     *("file:///etc", "file:/etc", "localimage:/etc", "dir:/etc", "oci:/etc", "oci-archive:/etc/passwd"),
     *("docker-archive:/etc/passwd", "docker-daemon:x:1", "sandbox:/etc", "instance://x", "a/../../etc"),
 )
@@ -67,22 +54,6 @@ def make_task(folder: Path, toml: str) -> Path:
     (folder / "instruction.md").write_text("Do it.")
     (folder / "tests/test.sh").write_text("#!/bin/bash\n")
     return folder
-
-
-@check
-def dockerfile_bases(folder: Path) -> None:
-    """`FROM`, `--from` and mounts of a Dockerfile take no file or folder of the host, also through arguments."""
-    store = ImageStore(folder / "images")
-    for path in PATHS:
-        plain = path.replace("$", "")  # a variable is refused there as such
-        for text in (
-            f"FROM {path}",
-            f"ARG BASE={path}\nFROM $BASE",
-            f"FROM scratch\nCOPY --from={plain} passwd /x",
-            f"FROM scratch\nRUN --mount=type=bind,from={plain},target=/x cat /x/passwd",
-        ):
-            (folder / "Dockerfile").write_text(text)
-            refused(ImagePathError, partial(find_bases, store, dockerfile_at(folder)))
 
 
 @check

@@ -8,8 +8,7 @@ from contextlib import suppress
 import anyio
 
 from sandboxes.contract import PythonErrorInfo
-from sandboxes.sessions.kernel import Cell
-from sandboxes.sessions.kernel_wire import DELIM, decode
+from sandboxes.sessions.kernel import DELIM, Cell, decode
 from sandboxes.sessions.zmtp import COMMAND, GREETING, READY, ZmtpConnection, encode_frame
 
 PARENT, HEADER = b'{"msg_id": "abc"}', b'{"msg_type": "stream"}'
@@ -43,11 +42,13 @@ async def test_a_flood_of_messages_takes_a_part_of_a_processor(folder):
         connection = ZmtpConnection(folder / "s", b"SUB")
         connection.start(lambda _: sum(range(5000)))
         begun, worked = time.monotonic(), time.thread_time()
-        await anyio.sleep(0.5)
+        with anyio.fail_after(100):
+            while time.thread_time() - worked < 0.1:  # however long that takes on a busy host
+                await anyio.sleep(0.01)
         share = (time.thread_time() - worked) / (time.monotonic() - begun)
         connection.close()
         sender.join()
-    assert 0.05 < share < 0.5
+    assert share < 0.5
 
 
 def test_an_error_whose_traceback_cannot_be_printed_is_known_from_the_reply():
