@@ -122,8 +122,9 @@ class AgentNode(WireModel):
     stop_reason: StopReason | None = None
     error: ErrorInfo | None = None
     usage: Usage = Usage()
+    """Of all its tries: a failure of its engine or its own sandbox is retried."""
     main_steps: list[Integer] = []
-    """Its own steps, one entry per turn; see `Work.main_steps`."""
+    """Its own steps, one entry per turn of its last try; see `Work.main_steps`."""
     critical_steps: Integer = 0
     """Its steps on the longest path, those of its own sub-agents included."""
     seconds: NodeSeconds = NodeSeconds()
@@ -191,7 +192,7 @@ class Work(WireModel):
     assigns: Assigns = Assigns()
     seconds: WorkSeconds = WorkSeconds()
     subagent_tokens: Integer = 0
-    """The tokens that sub-agents sampled."""
+    """The tokens that sub-agents sampled, in all their tries."""
     result_chars: Integer = 0
     """The length of all results that the root read."""
 

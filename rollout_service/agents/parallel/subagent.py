@@ -84,7 +84,8 @@ class Branch:
     _invalid_because: InvalidBecause | None = InvalidBecause.CANCELLED
     _stop_reason: StopReason | None = None
     _error: ErrorInfo | None = None
-    _episode: Episode | None = None
+    _episodes: list[Episode] = field(default_factory=list)
+    """One for each try; only the last has a result, and all cost something."""
     _calls: ParallelCalls | None = None
     _sandbox_id: str | None = None
     _versions: list[int] = field(default_factory=list)
@@ -107,9 +108,10 @@ class Branch:
             raise
         finally:
             self.times.ended = time.perf_counter()
-            if self._episode is not None and self._calls is not None:
-                self.steps = self._calls.ledger.steps(self._episode.policy.usage.turns)
-                self._versions = self._versions or versions_of(self._episode.policy.trajectory())
+            if self._episodes and self._calls is not None:
+                policy = self._episodes[-1].policy
+                self.steps = self._calls.ledger.steps(policy.usage.turns)
+                self._versions = self._versions or versions_of(policy.trajectory())
             self.tree.assigns["valid"] += self._invalid_because is None
             self.tree.put(self._number, self._node())
 
@@ -162,7 +164,7 @@ class Branch:
             settings.pool, self._calls.definitions, agent=self.agent, temperature=settings.temperature
         )
         parent = self.parent_episode
-        self._episode = Episode(
+        episode = Episode(
             request=parent.request,
             attempt=parent.attempt,
             limits=self._limits(),
@@ -172,10 +174,11 @@ class Branch:
             limit_violations=parent.limit_violations,
             state={} if settings.sandbox == "own" else parent.state,
         )
-        self._stop_reason = await self._run_agent(ToolCallingAgent(calls=self._calls), self._episode)
+        self._episodes.append(episode)
+        self._stop_reason = await self._run_agent(ToolCallingAgent(calls=self._calls), episode)
         self._versions = versions_of(policy.trajectory())
         self.tree.check_versions(settings.pool, self._versions)
-        self._judge(self._episode, self._calls, self._stop_reason)
+        self._judge(episode, self._calls, self._stop_reason)
 
     async def _run_agent(self, agent: ToolCallingAgent, episode: Episode) -> StopReason:
         """Treat an agent that ends its own sandbox as one that has stopped."""
@@ -236,10 +239,13 @@ class Branch:
             user = f"{self.tree.task_prompt}\n\n{user}"
         return NodePrompt(system=f"{self.system}\n\n{RESULT_RULE}", user=user)
 
+    def _usage(self) -> Usage:
+        """Return what all tries used."""
+        tries = [each.policy.usage.model_copy(update={"tool_calls": each.tool_calls}) for each in self._episodes]
+        return Usage(**{name: sum(getattr(one, name) for one in tries) for name in Usage.model_fields})
+
     def _node(self) -> AgentNode:
-        episode, calls = self._episode, self._calls
-        policy = episode.policy if episode else None
-        usage = policy.usage if policy else Usage()
+        policy = self._episodes[-1].policy if self._episodes else None
         wants_tokens = self.parent_episode.request.exports.nodes is NodeDetail.TOKENS
         return AgentNode(
             node_id=self.node_id,
@@ -255,14 +261,14 @@ class Branch:
             duplicate=self.duplicate,
             stop_reason=self._stop_reason,
             error=self._error,
-            usage=usage.model_copy(update={"tool_calls": episode.tool_calls}) if episode else usage,
-            main_steps=calls.ledger.main_steps(usage.turns) if calls else [],
+            usage=self._usage(),
+            main_steps=self._calls.ledger.main_steps(policy.usage.turns) if policy and self._calls else [],
             critical_steps=self.steps.critical,
             seconds=NodeSeconds(
                 queued=self.times.queued,
                 worked=self.times.worked,
-                engine=policy.engine_seconds if policy else 0.0,
-                tools=episode.tool_seconds if episode else 0.0,
+                engine=sum(each.policy.engine_seconds for each in self._episodes),
+                tools=sum(each.tool_seconds for each in self._episodes),
             ),
             sandbox=self._sandbox_id,
             trajectory=frozen(policy.trajectory()) if policy and wants_tokens else None,

@@ -360,11 +360,15 @@ async def test_a_sub_agent_out_of_time_is_invalid_and_its_queue_does_not_count()
 
 
 async def test_an_engine_that_fails_is_retried_alone():
-    failures = [UnavailableError("gone"), UnavailableError("gone")]
-    scripts = iter([[failures[0]], [failures[1]], worker("9")])
+    looks = turn("", call("read", key="k"))
+    scripts = iter([[UnavailableError("gone")], [looks, UnavailableError("gone")], worker("9")])
     played = await play([turn("", create(), assign()), "Done."], lambda agent: next(scripts))
     assert played.results[-1] == "9"
-    assert played.episode.nodes[0].critical_steps == 2, "what failed costs no steps"
+    (node,) = played.episode.nodes
+    assert (node.critical_steps, node.main_steps) == (2, [1, 1]), "what failed costs no steps"
+    sampled = [policy.usage.sampled_tokens for _, policy in played.host.opened]
+    assert (node.usage.turns, node.usage.tool_calls, node.usage.sampled_tokens) == (3, 2, sum(sampled))
+    assert played.episode.work.subagent_tokens == sum(sampled)
 
 
 async def test_an_engine_that_stays_gone_fails_the_rollout_and_ends_the_others():
