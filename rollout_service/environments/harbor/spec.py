@@ -41,6 +41,12 @@ def spec_of(task: HarborTask, name: str, settings: HarborSettings) -> Environmen
     unset = [
         *compose.missing(toml.environment.env, "environment.env", settings.variables),
         *compose.missing(toml.verifier.env, "verifier.env", settings.variables),
+        *(
+            problem
+            for number, step in enumerate(toml.steps)
+            if step.verifier is not None
+            for problem in compose.missing(step.verifier.env, f"steps.{number}.verifier.env", settings.variables)
+        ),
     ]
     if unset:
         raise ConfigurationError("\n".join(f"{where}: {problem}" for problem in unset))

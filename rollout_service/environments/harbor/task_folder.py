@@ -165,7 +165,7 @@ def _steps(folder: Path, toml: TaskToml) -> Iterator[TaskStep]:
             name=step.name,
             instruction=read_text(own / "instruction.md"),
             agent=_agent_of(step, toml),
-            verifier=step.verifier or toml.verifier,
+            verifier=_verifier_of(step, toml),
             min_reward=step.min_reward,
             healthcheck=step.healthcheck,
             folders=(folder, own),
@@ -174,6 +174,15 @@ def _steps(folder: Path, toml: TaskToml) -> Iterator[TaskStep]:
 
 def _agent_of(step: StepTable, toml: TaskToml) -> AgentTable:
     return step.agent if step.agent.timeout_sec is not None else toml.agent
+
+
+def _verifier_of(step: StepTable, toml: TaskToml) -> VerifierTable:
+    """Add the task's variables, as Harbor does. A step without a time has the default, or the task's if longer."""
+    own = step.verifier or VerifierTable()
+    seconds = own.timeout_sec
+    if "timeout_sec" not in own.model_fields_set:
+        seconds = max(seconds, toml.verifier.timeout_sec)
+    return own.model_copy(update={"env": toml.verifier.env | own.env, "timeout_sec": seconds})
 
 
 def _compose(folder: Path, toml: TaskToml, allowed: Container[str]) -> Compose | None:

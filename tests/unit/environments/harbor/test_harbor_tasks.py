@@ -172,6 +172,20 @@ def test_steps_have_limits_of_their_own(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("whole", "own", "seconds", "env"),
+    [
+        ("timeout_sec = 900\nenv = {A = '1', B = '1'}", "env = {B = '2'}", 900, {"A": "1", "B": "2"}),
+        ("timeout_sec = 30\nenv = {A = '1'}", "timeout_sec = 20", 20, {"A": "1"}),
+        ("timeout_sec = 30", "", 600, {}),
+    ],
+)
+def test_a_step_has_the_variables_and_the_time_of_the_tasks_verifier(tmp_path, whole, own, seconds, env):
+    toml = f'[verifier]\n{whole}\n[[steps]]\nname = "a"\n[steps.verifier]\n{own}\n{TOML}'
+    [step] = load_harbor(make(tmp_path / "t", toml, steps=("a",)), HarborSettings()).tasks["t"].task.steps
+    assert (step.verifier.timeout_sec, step.verifier.env) == (seconds, env)
+
+
+@pytest.mark.parametrize(
     ("toml", "said"),
     [
         (MCP + 'url = "http://x.org/sse"\n', "environment.mcp_servers.0: the transport sse"),
@@ -186,6 +200,10 @@ def test_steps_have_limits_of_their_own(tmp_path):
         (MCP + 'transport = "streamable-http"\nurl = "http://x.org"\n', "'x' cannot be reached"),
         (TOML + 'os = "windows"\n', "environment.os"),
         (TOML + 'env = {A = "${NOBODY_SETS_THIS}"}\n', "environment.env.A: the variable NOBODY_SETS_THIS"),
+        (
+            '[[steps]]\nname = "a"\nverifier.env = {A = "${NOBODY_SETS_THIS}"}\n' + TOML,
+            "steps.0.verifier.env.A: the variable NOBODY_SETS_THIS",
+        ),
         (TOML + 'network_mode = "allowlist"\nallowed_hosts = ["http://x"]\n', "environment.allowed_hosts: "),
         ('artifacts = [{source = "/x", service = "db"}]\n' + TOML, "artifacts.0.service"),
         ('artifacts = ["/usr/bin"]\n' + TOML, "would copy the agent's programs"),
@@ -196,7 +214,7 @@ def test_steps_have_limits_of_their_own(tmp_path):
 )
 def test_what_cannot_be_had_is_refused_with_its_path(tmp_path, toml, said):
     with pytest.raises(ConfigurationError) as caught:
-        spec(make(tmp_path / "t", toml))
+        spec(make(tmp_path / "t", toml, steps=("a",)))
     assert said in str(caught.value)
 
 
