@@ -1,8 +1,8 @@
 """One session of an OpenEnv server: a WebSocket that resets an environment and steps through it.
 
-Guarantees: the session is closed with its block, and its server gets a moment to end it; pings are answered while the
-policy thinks; an exchange has a deadline and an answer a largest size; redirects are not followed. An answer is an
-observation or a typed error, never a guess.
+Guarantees: the session is closed with its block, and its server gets a moment to end it; pings are sent and answered
+while the policy thinks; an exchange has a deadline and an answer a largest size; redirects are not followed. An answer
+is an observation or a typed error, never a guess.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from rollout_service.base.errors import EnvironmentFailedError, ServiceError
 from sandboxes.task_groups import open_task_group
 
 CONNECT_SECONDS: Final = 15.0
+PING_SECONDS: Final = 20.0
+"""As OpenEnv's own client: proxies close connections that are idle for a minute or so, and a turn may take longer."""
 CLOSE_SECONDS: Final = 5.0
 """A server that takes longer to end a session is left to find out by itself."""
 MESSAGE_BYTES: Final = 4 * 1024 * 1024
@@ -96,6 +98,7 @@ class OpenEnvServer:
                     arrived, answers = anyio.create_memory_object_stream[str](1)
                     with arrived, answers:
                         tasks.start_soon(_read, socket, arrived)
+                        tasks.start_soon(_keep_alive, socket)
                         yield OpenEnvSession(self.url, socket, answers)
                         tasks.cancel_scope.cancel()
             finally:
@@ -222,6 +225,14 @@ async def _read(socket: aiohttp.ClientWebSocketResponse, arrived: MemoryObjectSe
     with arrived:
         while (message := await socket.receive()).type is aiohttp.WSMsgType.TEXT:
             await arrived.send(message.data)
+
+
+async def _keep_alive(socket: aiohttp.ClientWebSocketResponse) -> None:
+    """Send pings; none needs an answer in time, since a step may keep a server busy."""
+    with suppress(*_LOST):
+        while True:
+            await anyio.sleep(PING_SECONDS)
+            await socket.ping()
 
 
 async def _close(socket: aiohttp.ClientWebSocketResponse) -> None:

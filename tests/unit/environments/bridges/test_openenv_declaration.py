@@ -3,12 +3,16 @@
 import json
 from pathlib import Path
 
+import aiohttp
 import anyio
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from rollout_service.base.errors import ConfigurationError, InvalidFieldError
+from rollout_service.environments.bridges import openenv_session
 from rollout_service.environments.bridges.openenv import OpenEnv, OpenEnvDeclaration, load_openenv
-from rollout_service.environments.bridges.openenv_session import OpenEnvSession
+from rollout_service.environments.bridges.openenv_session import OpenEnvServer, OpenEnvSession
 from rollout_service.environments.registry import load_declared
 
 ROOT = Path(__file__).parents[4]
@@ -100,3 +104,22 @@ async def test_an_action_may_have_any_whole_number():
         observed = await OpenEnvSession("http://a", Socket(), answers).step({"n": 10**30}, 5.0)
     assert observed.reward == 1.0
     assert sent == [{"type": "step", "data": {"n": 10**30}}]
+
+
+async def test_an_idle_session_is_kept_alive_by_pings(monkeypatch):
+    monkeypatch.setattr(openenv_session, "PING_SECONDS", 0.01, raising=False)
+    seen = anyio.Event()
+
+    async def listen(request):
+        socket = web.WebSocketResponse(autoping=False)
+        await socket.prepare(request)
+        while (message := await socket.receive()).type is not aiohttp.WSMsgType.TEXT:
+            if message.type is aiohttp.WSMsgType.PING:
+                seen.set()
+        return socket
+
+    app = web.Application()
+    app.router.add_get("/ws", listen)
+    async with TestServer(app) as server, OpenEnvServer(str(server.make_url("/")), {}).session():
+        with anyio.fail_after(20):
+            await seen.wait()
