@@ -22,7 +22,8 @@ from pathlib import Path
 import anyio
 from support.swe_patches import hostile_patches
 
-from rollout_service.environments.swe.grading import SweEvaluation, SweOutcome
+from rollout_service.environments.swe.grading import Precheck, SweEvaluation, SweOutcome
+from rollout_service.environments.swe.patches import separate_forbidden
 from rollout_service.environments.swe.tasks import read_task
 from sandboxes import ApptainerConfig, SandboxProvider, SandboxSpec, make_provider
 
@@ -135,11 +136,13 @@ def build(image: str, context: Path) -> None:
     subprocess.run([str(Path(sys.executable).with_name(command[0])), *command[1:]], check=True, stdout=sys.stderr)
 
 
-async def grade(provider: SandboxProvider, instance: dict, patch: bytes, *, is_proven: bool = True) -> SweOutcome:
+async def grade(
+    provider: SandboxProvider, instance: dict, patch: bytes, precheck: Precheck = Precheck.NOTHING
+) -> SweOutcome:
     task = read_task(instance)
     async with await provider.start(SandboxSpec(image=task.image, network="none", memory_bytes=2 << 30)) as sandbox:
-        evaluation = SweEvaluation(task, sandbox, SECONDS)
-        return await evaluation.run(patch, is_proven=is_proven, run_empty=True)
+        kept, _ = separate_forbidden(patch, task.tests, task.gold)
+        return await SweEvaluation(task, sandbox, SECONDS).judge(kept, precheck)
 
 
 async def read(provider: SandboxProvider, instance: dict, path: str) -> str:
@@ -149,7 +152,7 @@ async def read(provider: SandboxProvider, instance: dict, path: str) -> str:
 
 async def find_tests(provider: SandboxProvider, instance: dict) -> None:
     """Fill in which tests the repair makes pass, and which passed before: each has to pass twice."""
-    before = await grade(provider, instance, b"", is_proven=False)
+    before = await grade(provider, instance, b"", Precheck.CANARY)
     passed = None
     for _ in range(2):
         after = await grade(provider, instance, instance["patch"].encode(errors="surrogateescape"))
@@ -203,7 +206,8 @@ async def check(instances: list[dict]) -> int:
                     instance, repair.source, await read(provider, instance, repair.source)
                 )
                 for name, patch in patches.items():
-                    outcome = await grade(provider, instance, patch, is_proven=name != "gold")
+                    precheck = Precheck.CANARY if name == "gold" else Precheck.NOTHING
+                    outcome = await grade(provider, instance, patch, precheck)
                     right = outcome.score.reward == float(name == "gold")
                     wrong += not right
                     said = "" if right else "  WRONG"

@@ -35,7 +35,7 @@ from rollout_service.environments.declarative.declaration import (
     load_table,
     spec_from,
 )
-from rollout_service.environments.swe.grading import SweEvaluation, TestsTimedOutError
+from rollout_service.environments.swe.grading import Precheck, SweEvaluation, TestsTimedOutError
 from rollout_service.environments.swe.repository import StartState, apply_patch, make_ready, read_changes
 from rollout_service.environments.swe.tasks import SweFamily, SweTask, read_task
 from rollout_service.episodes import Episode, EpisodeLimits, Score
@@ -68,15 +68,14 @@ class SweEnvironment(AgentEnvironment):
         self._image = (
             PromptTemplate(declaration.image, where=f"the image of {declaration.name!r}") if declaration.image else None
         )
-        self._proven: set[str] = set()
-        self._timed_out: set[str] = set()
+        self._prechecks: dict[str, Precheck] = {}
 
     def check(self, instance: dict[str, JsonValue]) -> None:
         self._task_of(instance)
         super().check(instance)
 
     def for_instance(self, instance: dict[str, JsonValue]) -> SweTaskEnvironment:
-        return SweTaskEnvironment(self._declaration, self._task_of(instance), self._proven, self._timed_out)
+        return SweTaskEnvironment(self._declaration, self._task_of(instance), self._prechecks)
 
     def _task_of(self, instance: dict[str, JsonValue]) -> SweTask:
         return read_task(instance, self._declaration.family, image=self._image_of(instance))
@@ -113,12 +112,11 @@ class SweTaskEnvironment(AgentEnvironment):
     shares_setup = True
     init_leaves_files = True
 
-    def __init__(self, declaration: SweDeclaration, task: SweTask, proven: set[str], timed_out: set[str]) -> None:
-        """`proven` has tasks whose tests are known to run, `timed_out` those whose tests have timed out; both grow."""
+    def __init__(self, declaration: SweDeclaration, task: SweTask, prechecks: dict[str, Precheck]) -> None:
+        """`prechecks` has those of tasks whose tests are known to run, or have timed out; it grows."""
         super().__init__(declaration.spec(task.image))
         self._task = task
-        self._proven = proven
-        self._timed_out = timed_out
+        self._prechecks = prechecks
 
     async def prepare(self, episode: Episode) -> None:
         episode.state[START] = await make_ready(episode.require_sandbox(), self._task)
@@ -155,18 +153,16 @@ class SweTaskEnvironment(AgentEnvironment):
         # The tests may have to run twice, with the changes and without.
         evaluation = SweEvaluation(self._task, episode.require_sandbox(), episode.limits.evaluate_seconds / 2)
         key = f"{self.spec.image} {self._task.instance_id} {hash(self._task.script)}"
+        precheck = self._prechecks.get(key, Precheck.CANARY)
+        if episode.state.get(SOLVED):
+            precheck = Precheck.TESTS
         try:
-            outcome = await evaluation.run(
-                episode.state.get(PATCH, b""),
-                is_proven=key in self._proven,
-                checks_task=episode.state.get(SOLVED, False),
-                timed_out=key in self._timed_out,
-            )
+            outcome = await evaluation.run(episode.state.get(PATCH, b""), precheck)
         except TestsTimedOutError:
-            self._timed_out.add(key)
+            self._prechecks[key] = Precheck.TESTS
             raise
         if outcome.is_proven:
-            self._proven.add(key)
+            self._prechecks.setdefault(key, Precheck.NOTHING)
         episode.notes += outcome.notes
         episode.grader_output = outcome.log.strip()[-PRINTED_CHARS:]
         return outcome.score

@@ -13,6 +13,7 @@ import secrets
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,17 @@ SHOWN_CHARS = 1_500
 SHOWN_PATHS = 5
 
 
+class Precheck(StrEnum):
+    """The tests that run without the patch first, in the same sandbox."""
+
+    NOTHING = "nothing"
+    """The task's tests are known to run."""
+    CANARY = "canary"
+    """The canary alone, which shows that tests run."""
+    TESTS = "tests"
+    """All tests too: they must not get the reward. If they end in time, and do not with the patch, its reward is 0."""
+
+
 @dataclass(frozen=True, slots=True)
 class SweOutcome:
     score: Score
@@ -169,23 +181,8 @@ class SweEvaluation:
     seconds: float
     """For one run of the tests."""
 
-    async def run(
-        self,
-        patch: bytes,
-        *,
-        is_proven: bool = False,
-        run_empty: bool = False,
-        checks_task: bool = False,
-        timed_out: bool = False,
-    ) -> SweOutcome:
-        """Score a patch in git's format, the agent's changes.
-
-        Args:
-            is_proven: the task's tests are known to run, which spares a run of the canary alone.
-            run_empty: run the tests for an empty patch too; without it, its reward is 0.
-            checks_task: run the tests without the patch first, which must not get the reward.
-            timed_out: the tests have timed out before; run them without the patch first. If they end in time then and
-                not with it, its reward is 0.
+    async def run(self, patch: bytes, precheck: Precheck = Precheck.CANARY) -> SweOutcome:
+        """Score a patch in git's format, the agent's changes; an empty one is not judged.
 
         Raises:
             TestsTimedOutError: The tests did not end in time, for the first time or without the patch.
@@ -193,25 +190,30 @@ class SweEvaluation:
         """
         kept, left_out = separate_forbidden(patch, self.task.tests, self.task.gold)
         notes = [_left_out(left_out)] if left_out else []
-        if not kept.strip() and not run_empty:
+        if not kept.strip():
             return SweOutcome(Score(0.0, {"submitted": 0.0}), notes)
+        return await self.judge(kept, precheck, notes)
+
+    async def judge(self, patch: bytes, precheck: Precheck, notes: list[str] | None = None) -> SweOutcome:
+        """Run the tests with a patch that has nothing forbidden, also an empty one."""
+        notes = notes or []
         await go_to_start(self.sandbox, self.task)
         planted = plant_canary(self.task.script, self.task.tests, self.task.folder)
-        if checks_task or timed_out or not is_proven:
+        if precheck is not Precheck.NOTHING:
             tree = await take_snapshot(self.sandbox, self.task)
             await self._prove(planted)
             # The tests' own files would be in the way of the same tests.
             await restore_snapshot(self.sandbox, self.task, tree)
-            if checks_task or timed_out:
+            if precheck is Precheck.TESTS:
                 await self._require_unsolved(planted)
                 await restore_snapshot(self.sandbox, self.task, tree)
-        if kept.strip() and (why := await apply_patch(self.sandbox, self.task, kept)):
+        if patch.strip() and (why := await apply_patch(self.sandbox, self.task, patch)):
             notes.append(f"the changes do not apply to the repository as it was: {why}")
             return SweOutcome(Score(0.0, {"submitted": 1.0, "applied": 0.0}), notes, is_proven=True)
         try:
             log = await self._run(planted.text)
         except TestsTimedOutError as error:
-            if not timed_out:
+            if precheck is not Precheck.TESTS:
                 error.retryable = True  # the next try finds out whose fault it is
                 raise
             notes.append(f"the tests do not end within {self.seconds:g} s with the changes, and do without them")

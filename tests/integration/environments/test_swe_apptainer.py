@@ -12,7 +12,7 @@ from benchmarks.support.swe_patches import adding, hostile_patches
 from rollout_service.base.errors import ConfigurationError, EnvironmentFailedError
 from rollout_service.environments.registry import load_path
 from rollout_service.environments.swe.environment import PATCH
-from rollout_service.environments.swe.grading import SWEBENCH, SweEvaluation, judge_log
+from rollout_service.environments.swe.grading import SWEBENCH, Precheck, SweEvaluation, judge_log
 from rollout_service.environments.swe.repository import apply_patch, go_to_start, make_ready, read_changes
 from rollout_service.environments.swe.scripts import END, START, plant_canary
 from rollout_service.environments.swe.tasks import read_task
@@ -45,10 +45,16 @@ async def sandbox_of(provider, instance):
         yield sandbox
 
 
-async def evaluate(provider, instance, patch, **options):
+async def evaluate(provider, instance, patch, precheck=Precheck.CANARY):
     task = read_task(instance)
     async with sandbox_of(provider, instance) as sandbox:
-        return await SweEvaluation(task, sandbox, SECONDS).run(patch, **options)
+        return await SweEvaluation(task, sandbox, SECONDS).run(patch, precheck)
+
+
+async def judge_proven(provider, instance, patch):
+    """Run the tests, for an empty patch too."""
+    async with sandbox_of(provider, instance) as sandbox:
+        return await SweEvaluation(read_task(instance), sandbox, SECONDS).judge(patch, Precheck.NOTHING)
 
 
 def bash(command):
@@ -122,7 +128,7 @@ async def test_no_patch_that_falsifies_the_report_is_rewarded(provider, instance
 
     async def grade(name, chosen, patch):
         async with limiter:
-            outcome = await evaluate(provider, chosen, patch, is_proven=True)
+            outcome = await evaluate(provider, chosen, patch, Precheck.NOTHING)
             rewards[name, chosen is lenient] = outcome.score.reward
 
     async with anyio.create_task_group() as tasks:
@@ -256,13 +262,13 @@ async def test_tests_that_do_not_end_are_a_failure_and_no_zero(provider, instanc
     task = read_task(instance | {"test_cmd": f"sleep 600; {instance['test_cmd']}"})
     async with sandbox_of(provider, instance) as sandbox:
         with pytest.raises(EnvironmentFailedError, match="did not end within 2 s") as caught:
-            await SweEvaluation(task, sandbox, 2.0).run(instance["patch"].encode(), is_proven=True)
+            await SweEvaluation(task, sandbox, 2.0).run(instance["patch"].encode(), Precheck.NOTHING)
     assert "evaluate_seconds" in caught.value.hint
 
 
 async def test_an_unknown_parser_names_the_nearest(provider, instances):
     with pytest.raises(ConfigurationError, match="parse_log_pytest"):
-        await evaluate(provider, instances["sqlparse"] | {"log_parser": "parse_log_pytes"}, b"x", run_empty=True)
+        await judge_proven(provider, instances["sqlparse"] | {"log_parser": "parse_log_pytes"}, b"")
 
 
 async def test_a_bug_as_a_patch_is_undone_by_its_reverse(provider, instances):
@@ -295,9 +301,9 @@ async def test_a_bug_as_a_patch_is_undone_by_its_reverse(provider, instances):
         assert await apply_patch(sandbox, task, task.gold, reverse=True) == ""
         patch, _ = await read_changes(sandbox, task, start)
     assert b"-raise ImportError" in patch
-    outcome = await evaluate(provider, instance, patch, is_proven=True)
+    outcome = await judge_proven(provider, instance, patch)
     assert outcome.score.reward == 1.0
-    outcome = await evaluate(provider, instance, b"", is_proven=True, run_empty=True)
+    outcome = await judge_proven(provider, instance, b"")
     assert (outcome.score.reward, outcome.score.parts["fail_to_pass"]) == (0.0, 0.0)
 
 
@@ -367,7 +373,7 @@ async def test_verdicts_are_those_of_swebench_on_the_same_logs(provider, instanc
     cases = []
     for instance in instances.values():
         for patch in (instance["patch"].encode(errors="surrogateescape"), b""):
-            outcome = await evaluate(provider, instance, patch, is_proven=True, run_empty=True)
+            outcome = await judge_proven(provider, instance, patch)
             passed, broken = "\nPASSED ", "\nSKIPPED "
             logs = [outcome.log, outcome.log.replace(passed, broken, 3), outcome.log[: len(outcome.log) // 2]]
             cases += [(instance, log) for log in [*logs, "", outcome.log.replace("FAILED", "XFAIL")]]
