@@ -123,7 +123,8 @@ class SavedSandboxes:
             if not await _may_go_on(path, store):
                 await _remove(path)
             elif path.parent == self._folder:
-                self._sizes[path.name] = path.stat().st_size
+                with suppress(FileNotFoundError):  # another node may take it meanwhile
+                    self._sizes[path.name] = path.stat().st_size
 
     def _list(self) -> list[Path]:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -175,6 +175,20 @@ async def test_a_service_starts_although_the_store_does_not_say_what_became_of_a
     assert await again.find("r", TURN, "identity of base") is not None
 
 
+async def test_a_service_starts_although_another_node_takes_a_file_meanwhile(tmp_path, saved) -> None:
+    await save(saved)
+
+    class Taken(Rollouts):
+        async def get(self, rollout_id: str) -> object:
+            [path] = (tmp_path / "saved").iterdir()
+            path.unlink()
+            return await super().get(rollout_id)
+
+    again = make(tmp_path / "saved")
+    await again.sweep(cast(Store, Taken("r")))
+    assert await again.find("r", TURN, "identity of base") is None
+
+
 @pytest.fixture
 async def nodes(tmp_path: Path) -> list[SavedSandboxes]:
     """Three nodes that share a folder."""
