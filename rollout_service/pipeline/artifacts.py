@@ -35,10 +35,12 @@ class DiskBudget:
         self.size = size
         self._left = size
         self._returned = anyio.Condition()
+        self._first = anyio.Lock()
+        """Held by the one who waits for bytes, so that those who come later do not overtake it."""
 
     async def reserve(self, count: int) -> None:
         """Wait until the bytes are available; `count` is at most the size."""
-        async with self._returned:
+        async with self._first, self._returned:
             while self._left < count:
                 await self._returned.wait()
             self._left -= count

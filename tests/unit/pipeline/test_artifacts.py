@@ -151,6 +151,22 @@ async def test_small_artifacts_do_not_wait_and_cancelled_ones_release_their_room
         await budget.reserve(4 * MIB)
 
 
+async def test_small_artifacts_do_not_overtake_large_ones_for_ever():
+    budget, order = DiskBudget(10), []
+
+    async def reserve(count):
+        await budget.reserve(count)
+        order.append(count)
+
+    await budget.reserve(6)
+    async with anyio.create_task_group() as tasks:
+        for count in (8, 2):
+            tasks.start_soon(reserve, count)
+            await anyio.wait_all_tasks_blocked()
+        await budget.give_back(6)
+    assert order == [8, 2]
+
+
 def spec(**changes):
     return EnvironmentSpec(name="e", image="base", evaluate_in=EvaluateIn.FRESH, **changes)
 
