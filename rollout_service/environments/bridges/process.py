@@ -27,6 +27,9 @@ from sandboxes.runtime.execution import ProgramStream
 T = TypeVar("T")
 
 MAX_REPLY_BYTES: Final = 64 * 1024 * 1024
+"""On the host, while a library is installed."""
+MAX_SANDBOX_REPLY_BYTES: Final = 4 * 1024 * 1024
+"""A longer one would hold up the service while it is read."""
 LAST_WORDS_CHARS: Final = 1_000
 _LOST: Final = (
     *(anyio.BrokenResourceError, anyio.ClosedResourceError),
@@ -46,12 +49,15 @@ class LibraryProcess:
         *,
         end: Callable[[], None],
         last_words: Callable[[], str],
+        most: int,
     ) -> None:
+        """A reply has at most `most` bytes."""
         self._name = name
         self._requests = requests
         self._replies = BufferedByteReceiveStream(replies)
         self._end = end
         self._last_words = last_words
+        self._most = most
         self._owed = 0
         """Replies not read yet, those to cancelled requests among them."""
 
@@ -65,7 +71,7 @@ class LibraryProcess:
                 await self._send(json.dumps(request).encode() + b"\n")
                 line = b""
                 while self._owed:
-                    line = await self._replies.receive_until(b"\n", MAX_REPLY_BYTES)
+                    line = await self._replies.receive_until(b"\n", self._most)
                     self._owed -= 1
             reply = _read_object(line)
         except TimeoutError:
@@ -108,6 +114,7 @@ async def library_process(command: Sequence[str | Path], name: str) -> AsyncIter
             process.stdout,
             end=lambda: _kill(process),
             last_words=lambda: "The service's standard error has its last words.",
+            most=MAX_REPLY_BYTES,
         )
     finally:
         with anyio.CancelScope(shield=True):
@@ -139,6 +146,7 @@ async def library_in_sandbox(
             stream,
             end=program.close_input,
             last_words=lambda: f"It said: {program.errors().strip()[-LAST_WORDS_CHARS:] or 'nothing'}",
+            most=MAX_SANDBOX_REPLY_BYTES,
         )
 
 

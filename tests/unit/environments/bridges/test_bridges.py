@@ -60,6 +60,7 @@ for line in sys.stdin:
         case "noise": print("hello", flush=True)
         case "number": print(5, flush=True)
         case "deep": print("[" * 100_000, flush=True)
+        case "long": print(json.dumps({"text": "x" * 5_000_000}), flush=True)
         case "end": sys.exit(3)
         case "slow":
             open(request["begun"], "w").close()
@@ -139,6 +140,12 @@ async def test_a_library_that_ends_hangs_or_babbles_is_an_error(place, does, sec
         await process.ask({"do": "echo"}, 30)
         with pytest.raises(EnvironmentFailedError, match=why):
             await process.ask({"do": does}, seconds)
+
+
+async def test_a_reply_from_a_sandbox_is_no_longer_than_can_be_read_at_once(tmp_path):
+    async with in_a_sandbox(ECHO, tmp_path) as process:
+        with pytest.raises(EnvironmentFailedError, match="something else"):
+            await process.ask({"do": "long"}, 30)
 
 
 @pytest.mark.parametrize("place", PLACES)
