@@ -11,6 +11,7 @@ import json
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -98,10 +99,12 @@ def _ask(command: list[str], line: bytes, folder: Path) -> bytes:
 
 
 def _keep(path: Path, written: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as draft:
-        draft.write(written)
-    Path(draft.name).replace(path)
+    """Keep a listing; where there is no room for it, it is made again next time."""
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            (draft := Path(folder) / path.name).write_bytes(written)
+            draft.replace(path)
 
 
 def _fingerprint(library: Library, line: bytes, packages: Sequence[Path]) -> str:

@@ -68,6 +68,11 @@ def test_a_taskset_is_listed_again_only_when_its_package_changes(library, tmp_pa
     assert asked(tmp_path) == 2
 
 
+def test_a_listing_that_cannot_be_kept_is_used_all_the_same(library, tmp_path):
+    (tmp_path / "cache" / "rollout-service" / "tasksets").touch()
+    assert list_words(library, tmp_path)[0].tasks[0].key == "k"
+
+
 def test_a_listing_with_a_problem_is_not_kept(library, tmp_path):
     says(tmp_path, json.dumps({"tasksets": [{"problem": "no network"}]}))
     assert list_words(library, tmp_path)[0].problem == "no network"
