@@ -10,7 +10,7 @@ from api_schemas.rollouts import StopReason
 from api_schemas.trajectories import Message
 from rollout_service.agents.harnesses.agent import HarnessAgent
 from rollout_service.agents.mcp.tools import open_servers
-from rollout_service.agents.parallel.agent import ParallelAgent
+from rollout_service.agents.parallel.calls import ParallelAgent
 from rollout_service.agents.tool_calling.agent import ToolCallingAgent
 from rollout_service.agents.tool_calling.builtin_tools import NEEDS_SANDBOX, builtin_tools
 from rollout_service.agents.tool_calling.tools import Tool

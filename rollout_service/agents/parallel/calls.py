@@ -1,4 +1,4 @@
-"""Runs the calls of an agent that may hand on work.
+"""The built-in agent with sub-agents, and how the calls of an agent that may hand on work run.
 
 The order within one turn is that of open reproductions of PARL, so that its results do not depend on who ends first:
 every `create_subagent`, in the order of the calls; then every `assign_task` and every call that may run in parallel, in
@@ -22,6 +22,7 @@ from api_schemas.rollouts.trees import NodeParent
 from api_schemas.trajectories import Message, ToolCall
 from rollout_service.activity import in_lane
 from rollout_service.agents.parallel.ledger import Ledger, TurnSteps, Wave
+from rollout_service.agents.parallel.settings import ParallelSettings
 from rollout_service.agents.parallel.subagent import Branch, WaitingClock
 from rollout_service.agents.parallel.tools import (
     ASSIGN,
@@ -33,9 +34,9 @@ from rollout_service.agents.parallel.tools import (
     created_text,
 )
 from rollout_service.agents.parallel.tree import AgentTree
-from rollout_service.agents.tool_calling.agent import ToolCalls, context_of, message_of
+from rollout_service.agents.tool_calling.agent import ToolCallingAgent, ToolCalls, context_of, message_of
 from rollout_service.agents.tool_calling.builtin_tools import FINISH
-from rollout_service.agents.tool_calling.tools import Arguments, Tool, ToolInputError, explain
+from rollout_service.agents.tool_calling.tools import Arguments, Tool, ToolInputError, by_name, explain
 from rollout_service.episodes import Episode, SubagentSlot
 from rollout_service.tokens import ToolSpec
 from sandboxes.task_groups import open_task_group
@@ -257,6 +258,28 @@ class ParallelCalls:
             wave.seconds = time.perf_counter() - began
             wave.distinct = sum(branch.has_begun and not branch.duplicate for branch in branches)
             turn.waves.append([branch.steps for branch in branches])
+
+
+class ParallelAgent:
+    """The policy decides whether, when and how widely to hand on work; `Episode` has its record, however it ends."""
+
+    def __init__(self, settings: ParallelSettings, tools: Sequence[Tool], subagent_tools: Sequence[Tool]) -> None:
+        self._settings = settings
+        self._tools = list(by_name(tools).values())
+        self._subagent_tools = list(by_name(subagent_tools).values())
+
+    @property
+    def definitions(self) -> list[ToolSpec]:
+        return with_delegation([tool.definition for tool in self._tools])
+
+    async def run(self, episode: Episode, messages: Sequence[Message]) -> StopReason:
+        episode.nodes.clear()
+        tree = AgentTree(self._settings, episode, episode.require_subagents())
+        calls = ParallelCalls(tree, self._tools, self._subagent_tools, allowance=self._settings.max_critical_steps)
+        try:
+            return await ToolCallingAgent(calls=calls).run(episode, messages)
+        finally:
+            episode.work = tree.work(calls.ledger)
 
 
 def with_delegation(direct: Sequence[ToolSpec]) -> list[ToolSpec]:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from api_schemas.rollouts.trees import AgentNode, Work
 from api_schemas.trajectories import Message
-from rollout_service.agents.parallel.agent import ParallelAgent
+from rollout_service.agents.parallel.calls import ParallelAgent
 from rollout_service.agents.parallel.ledger import Steps, TurnSteps, add_up
 from rollout_service.agents.parallel.settings import ParallelSettings, SubagentSettings
 from rollout_service.agents.tool_calling.builtin_tools import FINISH

@@ -10,7 +10,7 @@ import pytest
 from api_schemas.rollouts import Rollout, RolloutState, StopReason
 from api_schemas.rollouts.trees import InvalidBecause
 from api_schemas.trajectories import Message
-from rollout_service.agents.parallel.agent import ParallelAgent
+from rollout_service.agents.parallel.calls import ParallelAgent
 from rollout_service.agents.parallel.settings import ParallelSettings, SubagentSettings
 from rollout_service.agents.parallel.tools import RESULT_RULE, marked_result
 from rollout_service.agents.tool_calling.builtin_tools import FINISH
