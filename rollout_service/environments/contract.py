@@ -31,6 +31,7 @@ from rollout_service.agents.mcp.settings import McpSettings
 from rollout_service.agents.parallel.settings import ParallelSettings
 from rollout_service.agents.web.search import SearchSettings
 from rollout_service.base.errors import ENVIRONMENT_PACKAGES, EnvironmentFailedError
+from rollout_service.environments.dataset_files import ShippedTasks
 from rollout_service.episodes import Episode, EpisodeLimits, Policy, Score
 from rollout_service.tokens import ToolSpec
 from sandboxes import SandboxConfigError, SessionName
@@ -276,6 +277,8 @@ class Environment(ABC):
     """Whether the agent is a program of its own that drives the policy through `Episode.gateway`. `Policy.respond` is
     then not available."""
 
+    shipped: ShippedTasks = ShippedTasks()
+    """The instances of `dataset`, and findings on them."""
     recorded: RecordedPolicies | None = None
     """Where the policy of each rollout was recorded; None if it is sampled. `Policy.respond` is then not available."""
 
@@ -288,7 +291,7 @@ class Environment(ABC):
 
     def findings(self) -> list[str]:
         """Return mistakes that can be found without running the environment."""
-        return []
+        return [*self.shipped.findings]
 
     def warnings(self) -> list[str]:
         """Return the settings that have no effect."""
@@ -385,4 +388,4 @@ class Environment(ABC):
         Raises:
             ConfigurationError: A library that the environment needs is not installed.
         """
-        return []
+        return [dict(instance) for instance in self.shipped.instances]

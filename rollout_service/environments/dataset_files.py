@@ -7,9 +7,10 @@ Guarantee: every instance is a JSON object that can be stored; any other line is
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
@@ -20,6 +21,7 @@ from rollout_service.base.errors import ConfigurationError, InvalidFieldError, d
 MAX_INSTANCE_BYTES = 8 * 1024 * 1024
 """The default limit of a request, too. Each rollout of a task, and each sample that is delivered, has a copy of it."""
 
+Instance = dict[str, JsonValue]
 ROW_HINT = 'Each line is one instance, a JSON object in UTF-8, such as {"question": "1 + 1"}.'
 
 
@@ -52,12 +54,19 @@ def read_instances(path: Path, split: str | None = None) -> list[dict[str, JsonV
     return [_instance(line, f"{path}:{number}", split) for number, line in enumerate(lines, 1) if line.strip()]
 
 
-def read_files(files: Iterable[tuple[Path, str | None]]) -> list[dict[str, JsonValue]]:
-    return [instance for path, split in files for instance in read_instances(path, split)]
+@dataclass(frozen=True, slots=True)
+class ShippedTasks:
+    """The instances that ship with an environment, and what is wrong with their files."""
 
+    instances: Sequence[Instance] = ()
+    findings: Sequence[str] = ()
 
-def find_empty(files: Iterable[tuple[Path, str | None]]) -> list[str]:
-    return [f"[dataset]: {path} has no instances" for path, _ in files if not path.read_bytes().strip()]
+    @classmethod
+    def read(cls, files: Sequence[tuple[Path, str | None]]) -> Self:
+        """Read files, each with the split of its instances."""
+        instances = [instance for path, split in files for instance in read_instances(path, split)]
+        empty = [path for path, _ in files if not path.read_bytes().strip()]
+        return cls(instances, [f"[dataset]: {path} has no instances" for path in empty])
 
 
 def _instance(line: bytes, where: str, split: str | None) -> dict[str, JsonValue]:
@@ -79,7 +88,6 @@ def _instance(line: bytes, where: str, split: str | None) -> dict[str, JsonValue
 # only ever read one split at a time, so nobody trains on held-out tasks by accident.
 
 SPLIT = "split"
-Instance = dict[str, JsonValue]
 
 
 def get_split(instance: Instance) -> str | None:

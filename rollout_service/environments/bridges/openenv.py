@@ -6,7 +6,7 @@ open at once than the environment.toml allows; a server that fails is a failure,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -29,7 +29,7 @@ from rollout_service.environments.bridges.openenv_session import (
 )
 from rollout_service.environments.bridges.turns import REWARDS, Consequence, Earned, score_turns, take_turns
 from rollout_service.environments.contract import Environment, EnvironmentSettings
-from rollout_service.environments.dataset_files import InstanceFields, find_empty, read_files, read_instance
+from rollout_service.environments.dataset_files import InstanceFields, ShippedTasks, read_instance
 from rollout_service.environments.declarative.declaration import (
     DatasetTable,
     dataset_files,
@@ -56,17 +56,11 @@ class ResetArguments(InstanceFields):
 
 
 class OpenEnv(Environment):
-    def __init__(
-        self,
-        declaration: OpenEnvDeclaration,
-        dataset: Sequence[dict[str, JsonValue]] = (),
-        findings: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, declaration: OpenEnvDeclaration, shipped: ShippedTasks = ShippedTasks()) -> None:  # noqa: B008
         self.spec = spec_from(declaration)
         self.replayable = declaration.replayable
         self._declaration = declaration
-        self._dataset = dataset
-        self._findings = findings
+        self.shipped = shipped
         self._server = OpenEnvServer(declaration.url, declaration.headers)
         self._sessions = anyio.CapacityLimiter(declaration.sessions)
         where = f"of {declaration.name!r}"
@@ -103,17 +97,10 @@ class OpenEnv(Environment):
     async def evaluate(self, episode: Episode) -> Score:
         return score_turns(episode)
 
-    def findings(self) -> list[str]:
-        return list(self._findings)
-
-    def dataset(self) -> list[dict[str, JsonValue]]:
-        return [dict(instance) for instance in self._dataset]
-
 
 def load_openenv(folder: Path) -> OpenEnv:
     declaration = load_table(OpenEnvDeclaration, folder)
-    files = dataset_files(declaration.dataset, folder)
-    return OpenEnv(declaration, read_files(files), find_empty(files))
+    return OpenEnv(declaration, ShippedTasks.read(dataset_files(declaration.dataset, folder)))
 
 
 # The address is the operator's: nothing in a task's instance can lead to another one.

@@ -27,7 +27,7 @@ from rollout_service.base.masking import mask_texts
 from rollout_service.base.templates import require_plain
 from rollout_service.environments import lint
 from rollout_service.environments.agent_environment import AgentEnvironment
-from rollout_service.environments.dataset_files import find_empty, read_files
+from rollout_service.environments.dataset_files import ShippedTasks
 from rollout_service.environments.declarative.declaration import (
     FILE_NAME,
     INSIDE,
@@ -97,7 +97,7 @@ class DeclarativeEnvironment(AgentEnvironment):
         super().__init__(spec)
         self._declaration = declaration
         files = dataset_files(declaration.dataset, folder)
-        self._dataset, self._empty = read_files(files), find_empty(files)
+        self.shipped = ShippedTasks.read(files)
         self._files = read_folder(folder, without=[path for path, _ in files])
         self.has_solution = declaration.solution is not None
         self._init_files = _init_files(declaration, self._files)
@@ -174,13 +174,10 @@ class DeclarativeEnvironment(AgentEnvironment):
         }
 
     def findings(self) -> list[str]:
-        return [*lint.findings(self._declaration, self._files), *self._empty]
+        return [*lint.findings(self._declaration, self._files), *super().findings()]
 
     def warnings(self) -> list[str]:
         return self._warnings
-
-    def dataset(self) -> list[dict[str, JsonValue]]:
-        return [dict(instance) for instance in self._dataset]
 
 
 @dataclass(frozen=True, slots=True)

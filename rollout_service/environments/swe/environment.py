@@ -11,7 +11,6 @@ Guarantees:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -28,7 +27,7 @@ from rollout_service.environments.contract import (
     EvaluateIn,
     SandboxSettings,
 )
-from rollout_service.environments.dataset_files import find_empty, read_files
+from rollout_service.environments.dataset_files import ShippedTasks
 from rollout_service.environments.declarative.declaration import (
     DatasetTable,
     dataset_files,
@@ -54,17 +53,11 @@ class SweEnvironment(AgentEnvironment):
 
     has_solution = True
 
-    def __init__(
-        self,
-        declaration: SweDeclaration,
-        dataset: Sequence[dict[str, JsonValue]] = (),
-        findings: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, declaration: SweDeclaration, shipped: ShippedTasks = ShippedTasks()) -> None:  # noqa: B008
         super().__init__(declaration.spec(ANY_IMAGE))
         self.spec = declaration.spec()
         self._declaration = declaration
-        self._dataset = dataset
-        self._findings = findings
+        self.shipped = shipped
         self._image = (
             PromptTemplate(declaration.image, where=f"the image of {declaration.name!r}") if declaration.image else None
         )
@@ -99,12 +92,6 @@ class SweEnvironment(AgentEnvironment):
 
     async def evaluate(self, episode: Episode) -> Score:  # noqa: ARG002 - it always refuses
         raise EnvironmentFailedError(f"{self.spec.name!r} scores one task at a time; see `for_instance`")
-
-    def findings(self) -> list[str]:
-        return list(self._findings)
-
-    def dataset(self) -> list[dict[str, JsonValue]]:
-        return [dict(instance) for instance in self._dataset]
 
 
 class SweTaskEnvironment(AgentEnvironment):
@@ -170,8 +157,7 @@ class SweTaskEnvironment(AgentEnvironment):
 
 def load_swe(folder: Path) -> SweEnvironment:
     declaration = load_table(SweDeclaration, folder)
-    files = dataset_files(declaration.dataset, folder)
-    return SweEnvironment(declaration, read_files(files), find_empty(files))
+    return SweEnvironment(declaration, ShippedTasks.read(dataset_files(declaration.dataset, folder)))
 
 
 def environment() -> SweEnvironment:

@@ -25,7 +25,7 @@ from rollout_service.environments.contract import (
     EnvironmentSettings,
     SandboxSettings,
 )
-from rollout_service.environments.dataset_files import find_empty, read_files
+from rollout_service.environments.dataset_files import ShippedTasks
 from rollout_service.environments.declarative.declaration import (
     AuditSolution,
     DatasetTable,
@@ -66,7 +66,7 @@ class DeclaredGame(Environment):
     def __init__(self, declaration: GameDeclaration, folder: Path) -> None:
         files = dataset_files(declaration.dataset, folder)
         self._declaration = declaration
-        self._dataset, self._empty = read_files(files), find_empty(files)
+        self.shipped = ShippedTasks.read(files)
         self._files = read_folder(folder, without=[path for path, _ in files])
         self._system = PromptTemplate(declaration.system, where=f"the system prompt of {declaration.name!r}")
         self.has_solution = declaration.solution is not None
@@ -106,10 +106,7 @@ class DeclaredGame(Environment):
             for name in NAMED.findall(command)
             if name not in there
         ]
-        return [*missing, *self._empty]
-
-    def dataset(self) -> list[dict[str, JsonValue]]:
-        return [dict(instance) for instance in self._dataset]
+        return [*missing, *super().findings()]
 
     @asynccontextmanager
     async def _begun(self, episode: Episode) -> AsyncIterator[tuple[GamePartner, str]]:
