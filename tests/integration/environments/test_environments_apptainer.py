@@ -9,12 +9,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from api_schemas.rollouts import StopReason
 from rollout_service.base.errors import ConfigurationError
 from rollout_service.cli import app
-from rollout_service.environments.builtin import calc
 from rollout_service.environments.builtin.code import environment as code
-from rollout_service.environments.builtin.code.problems import problems
 from rollout_service.environments.declarative.environment import load_folder
 from rollout_service.environments.declarative.from_image import extract_environment
 from rollout_service.environments.registry import load_path
@@ -74,24 +71,6 @@ async def test_a_database_that_init_started_lives_for_the_agent_and_the_grader(c
     environment = shop(tmp_path / "shop")
     trial = await play(environment, environment.dataset()[0], policy, sandboxes)
     assert trial.score.reward == reward, policy.messages
-
-
-async def test_calc(sandboxes):
-    task = calc.environment.dataset()[0]
-    script = [
-        turn("", call("python", code=f"print({task['answer']})")),
-        lambda messages: f"\\boxed{{{messages[-1].content}}}",
-    ]
-    trial = await play(calc.environment, task, ScriptedPolicy(script), sandboxes)
-    assert (trial.score.reward, trial.stop_reason) == (1.0, StopReason.ANSWERED)
-
-
-@pytest.mark.parametrize("index", [3, 17])
-async def test_code(sandboxes, index):
-    problem, task = problems()[index], code.environment.dataset()[index]
-    submit = turn("", call("write", path="/workspace/solution.py", content=problem.program))
-    trial = await play(code.environment, task, ScriptedPolicy([submit, "Done."]), sandboxes)
-    assert trial.score.reward == 1.0
 
 
 async def test_code_that_fights_its_limits(sandboxes):

@@ -145,15 +145,6 @@ async def test_a_player_sees_the_board_in_words_and_is_told_of_a_text_without_an
     assert trial.score.parts["invalid_actions"] == 2
 
 
-async def test_a_taxi_and_a_hand_of_cards_are_shown_in_words(sandboxes):
-    moves = [text for text, _ in TOY_TEXTS["cut short"][1]]
-    taxi = texts(await played(gymnasium_games, TOY_TEXTS["cut short"][0], moves, sandboxes))
-    assert "The taxi is at row " in taxi[0]
-    assert "The destination is " in taxi[0]
-    hand = texts(await played(gymnasium_games, TOY_TEXTS["blackjack"][0], ["[stick]"], sandboxes))
-    assert "The dealer shows " in hand[0]
-
-
 @pytest.mark.parametrize(
     ("environment", "game", "options", "why"),
     [

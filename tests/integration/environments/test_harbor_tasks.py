@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from base64 import b64encode
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from api_schemas.rollouts import StopReason
-from api_schemas.trajectories import Message
 from rollout_service.base.errors import EnvironmentFailedError
 from rollout_service.cli import app
 from rollout_service.environments.contract import Environment
@@ -32,7 +31,6 @@ from rollout_service.environments.harbor.verifier import (
     VerifierTimeoutError,
 )
 from rollout_service.environments.wrapped import Solving
-from rollout_service.episodes import PolicyTurn
 from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import Trial, play
 from rollout_service.settings.pipeline import HarborSettings
@@ -46,7 +44,6 @@ from tests.support.harbor.attacks import ATTACKS
 pytestmark = [pytest.mark.apptainer, pytest.mark.timeout(600), pytest.mark.slow(seconds=200)]
 EXAMPLES = Path(__file__).parents[3] / "examples" / "harbor"
 TASKS = ("counter-service", "ledger", "word-count")
-SERVER = Path(__file__).parents[2] / "support" / "mcp_server.py"
 BASE = {"base": str(ImageStore().root / "base.sif")}
 
 
@@ -439,20 +436,6 @@ async def test_what_the_agent_removed_is_not_there_for_the_verifier(tasks, sandb
         "#!/bin/bash\n[ -e texts/b.txt ] && [ ! -e texts/a.txt ] && r=1 || r=0\necho $r >/logs/verifier/reward.txt\n"
     )
     assert (await act(task("word-count", tasks), sandboxes, "rm texts/a.txt")).score.reward == 1.0
-
-
-async def test_the_agent_has_the_tools_of_a_server(tasks, sandboxes):
-    arguments = json.dumps(["-c", SERVER.read_text()])
-    server = f'name = "notes"\ntransport = "stdio"\ncommand = "python3"\nargs = {arguments}\n'
-    toml = tasks / "word-count/task.toml"
-    toml.write_text(toml.read_text() + f"\n[[environment.mcp_servers]]\n{server}")
-
-    def write(messages: Sequence[Message]) -> PolicyTurn:
-        return turn("", call("write", path="/app/count.txt", content=messages[-1].content))
-
-    policy = ScriptedPolicy([turn("", call("notes__add", a=2, b=3)), write, "Done."])
-    trial = await play(task("word-count", tasks), {}, policy, sandboxes)
-    assert trial.score.reward == 1.0, policy.messages
 
 
 async def test_a_sandbox_that_is_not_healthy_is_a_failure(tasks, sandboxes):

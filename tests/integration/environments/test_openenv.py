@@ -118,15 +118,6 @@ async def test_an_action_that_is_not_valid_is_explained_and_the_episode_goes_on(
     assert trial.score.reward == 0.0
 
 
-async def test_two_calls_of_one_turn_are_two_steps(real, tmp_path, sandboxes):
-    calls = [call("act", number=number) for number in (1, 2, 3, 4, 5, 6)]
-    instance: dict[str, JsonValue] = {"seed": 0, "options": {"most": 1_000}}
-    policy = ScriptedPolicy([turn("", *calls)])
-    trial = await play(declared(tmp_path, f"{real.url}/guess", GUESS), instance, policy, sandboxes)
-    assert trial.stop_reason is StopReason.FINISHED
-    assert trial.score.parts["turns"] == 5.0
-
-
 async def test_a_session_survives_a_policy_that_thinks_longer_than_the_server_waits_for_pings(
     real, tmp_path, sandboxes
 ):

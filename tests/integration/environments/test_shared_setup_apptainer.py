@@ -4,7 +4,6 @@ import anyio
 import httpx
 import pytest
 
-from rollout_service.base.errors import EnvironmentFailedError
 from rollout_service.environments.declarative.environment import load_folder
 from rollout_service.pipeline.shared_setup import SharedSetups
 from rollout_service.pipeline.trial import play
@@ -98,22 +97,6 @@ async def test_without_sharing_each_rollout_prepares_for_itself(environment, san
             "tool",
             "ls: cannot access '/usr/share/doc': No such file or directory",
         ]
-
-
-async def test_a_setup_that_fails_is_the_error_of_each(environment, sandboxes):
-    setups = SharedSetups()
-    failures = []
-
-    async def one():
-        with pytest.raises(EnvironmentFailedError, match="init command") as caught:
-            await play(environment, {"question": "?"}, ScriptedPolicy(["Done."]), sandboxes, setups=setups)
-        failures.append(str(caught.value))
-
-    async with setups.running(), anyio.create_task_group() as tasks:
-        for _ in range(3):
-            tasks.start_soon(one)
-    assert len(failures) == 3
-    assert sandboxes.live() == []
 
 
 def test_a_service_prepares_a_group_once_and_says_so(environment, tmp_path):

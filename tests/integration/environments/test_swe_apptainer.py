@@ -81,11 +81,6 @@ async def test_an_agent_that_repairs_gets_the_reward(provider, packages, instanc
     assert seen.split() == ["1"]  # one commit, and nothing of ours in /tmp
 
 
-async def test_an_agent_that_does_nothing_gets_none(provider, packages, instances):
-    played = await play(packages, instances["sqlparse"], ScriptedPolicy(["I cannot."]), SandboxSource(provider))
-    assert (played.score.reward, played.score.parts) == (0.0, {"submitted": 0.0})
-
-
 async def test_agents_of_a_group_share_the_start_and_nothing_else(provider, packages, instances):
     instance, uses, rewards = instances["cachetools"], [], {}
     setups, source = SharedSetups(count=uses.append), SandboxSource(provider)

@@ -1,6 +1,5 @@
 """With the real library, games give their own rewards, and a seed gives the same game."""
 
-from copy import copy
 from typing import Any
 
 import anyio
@@ -89,13 +88,3 @@ async def test_a_player_sees_what_happened_and_not_its_own_words(sandboxes):
     replies = [message.content for message in trial.episode.policy.messages[3::2]]
     assert replies
     assert set(replies) == {"The target number is higher."}
-
-
-async def test_a_limit_ends_a_game_without_a_reward_of_its_own(sandboxes):
-    environment = copy(textarena_games)
-    limits = environment.spec.limits.model_copy(update={"max_turns": 1})
-    environment.spec = environment.spec.model_copy(update={"limits": limits})
-    instance: dict[str, JsonValue] = {"game": "TowerOfHanoi-v0", "seed": 1}
-    trial = await play(environment, instance, ScriptedPolicy(["[A C]"]), sandboxes)
-    assert trial.stop_reason is StopReason.MAX_TURNS
-    assert trial.score.parts["finished"] == 0.0

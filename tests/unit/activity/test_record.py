@@ -1,12 +1,9 @@
 """The record of what attempts do and wait for."""
 
 import asyncio
-import time
 
 import anyio
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from api_schemas.rollouts.stages import Stage
 from api_schemas.rollouts.steps import StepKind
@@ -154,29 +151,3 @@ async def test_a_rollout_that_is_back_at_once_stays_on_the_board():
     with board.working("r1", attempt=2, environment="calc") as again:
         first.__exit__(None, None, None)
         assert board.find("r1") is again
-
-
-@given(st.recursive(st.just([]), lambda children: st.lists(children, max_size=4), max_leaves=30))
-def test_steps_of_nested_blocks_are_nested(tree):
-    async def work(nodes: list[object]) -> None:
-        for node in nodes:
-            with waits_for(StepKind.TOOL):
-                await work(node)  # type: ignore[arg-type]
-
-    board = ActivityBoard()
-
-    async def main() -> Activity:
-        with board.working("r1", attempt=1, environment="calc") as activity:
-            await work(tree)
-        return activity
-
-    activity = asyncio.run(main())
-    assert not activity.open
-    steps = activity.ended
-    for one in steps:
-        assert one.started <= (one.ended or 0) <= time.perf_counter()
-        for other in steps:
-            apart = one.ended <= other.started or other.ended <= one.started  # type: ignore[operator]
-            inside = one.started <= other.started and other.ended <= one.ended  # type: ignore[operator]
-            around = other.started <= one.started and one.ended <= other.ended  # type: ignore[operator]
-            assert apart or inside or around

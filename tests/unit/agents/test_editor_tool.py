@@ -3,8 +3,6 @@
 import posixpath
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from rollout_service.agents.tool_calling import builtin_tools, editor
 from rollout_service.agents.tool_calling.builtin_tools import BUILTIN_TOOLS
@@ -148,14 +146,6 @@ async def test_a_folder_is_shown_two_levels_deep(edit, local_sandbox):
     assert await edit("view", "p/q/r.txt") == "[an empty file]"
 
 
-@given(st.lists(st.text(alphabet="ab\n\r\u2028", max_size=6), max_size=6), st.integers(0, 8))
-async def test_the_lines_of_a_text_are_those_that_newlines_end(parts, at):
-    text = "\n".join(parts)
-    lines = editor._lines(text)
-    assert "\n".join(lines) == text.removesuffix("\n")
-    assert not any("\n" in line for line in lines)
-
-
 TOOLS = by_name(BUILTIN_TOOLS)
 
 
@@ -231,7 +221,3 @@ async def test_what_is_left_out_is_said(use, local_sandbox, monkeypatch):
     assert found.startswith("many.txt:1:line\nmany.txt:2:line\nmany.txt:3:line\n[only")
     assert found.endswith("[only the first 3 matching lines; give a narrower pattern or path]")
     assert "more]" in await use("grep", pattern="y", path="many.txt")
-
-
-async def test_think_changes_nothing():
-    assert (await TOOLS["think"]({"thought": "hm"}, ToolContext(None, 1.0, 1_000))).text == "noted"

@@ -20,7 +20,6 @@ from rollout_service.agents.web.search import SearchFailedError, SearchSettings,
 from rollout_service.base.errors import ConfigurationError, describe
 from rollout_service.environments.agent_environment import AgentEnvironment
 from rollout_service.environments.contract import EnvironmentSpec
-from rollout_service.environments.declarative.declaration import read_declaration
 from tests.support.web_server import web_server
 
 RESULTS = [
@@ -111,11 +110,6 @@ async def test_the_key_is_read_from_its_file(tmp_path, header, sent):
     assert search._headers(settings)[header] == sent
 
 
-async def test_a_long_list_is_cut_to_the_limit(service):
-    service.answers = [answer({"results": [{"title": "t", "url": "u", "content": "x" * 10_000}]})]
-    assert len(await ask(service, output_chars=300)) <= 300
-
-
 async def test_results_are_read_outside_the_event_loop(service, monkeypatch):
     threads = []
     monkeypatch.setattr(search, "page_text", lambda text, _: threads.append(threading.get_ident()) or text)
@@ -189,23 +183,6 @@ def test_an_environment_names_both_the_tool_and_the_service():
         with pytest.raises(ConfigurationError, match="search") as caught:
             Seeking(EnvironmentSpec(name="e", **half))
         assert "Give both" in caught.value.hint
-
-
-def test_environment_toml_has_a_table_for_it():
-    text = """
-name = "seek"
-image = "base"
-tools = ["search", "finish"]
-[search]
-url = "http://search.example/api"
-max_results = 3
-[evaluate]
-command = "true"
-"""
-    declaration = read_declaration(text, where="environment.toml")
-    assert declaration.search == SearchSettings(url="http://search.example/api", max_results=3)
-    with pytest.raises(ConfigurationError, match=r"search\.max_result"):
-        read_declaration(text.replace("max_results", "max_result"), where="environment.toml")
 
 
 BROWSE = by_name(BUILTIN_TOOLS)["browse"]

@@ -1,7 +1,6 @@
 """Every mistake in `environment.toml` is found when it is read, and reported in a way that helps."""
 
 import json
-from pathlib import Path
 
 import pytest
 from pydantic import BaseModel, model_validator
@@ -20,13 +19,6 @@ def write(folder, text=MINIMAL, **files):
     for name, content in files.items():
         (folder / name.replace("__", ".")).write_text(content)
     return folder
-
-
-def test_the_defaults():
-    declaration = read_declaration(MINIMAL, where="here")
-    assert declaration.evaluate.sandbox == "fresh"
-    assert declaration.evaluate.artifacts == ["/workspace"]
-    assert "bash" in declaration.tools
 
 
 @pytest.mark.parametrize(
@@ -161,12 +153,6 @@ def test_files_that_are_too_large_belong_into_the_image(tmp_path, monkeypatch):
     monkeypatch.setattr("rollout_service.environments.declarative.files.MAX_BYTES", 1_000)
     with pytest.raises(ConfigurationError, match="exceed 1000 bytes"):
         load_folder(write(tmp_path, data="x" * 2_000))
-
-
-def test_a_list_of_hosts_reaches_the_settings_of_the_sandbox():
-    text = MINIMAL + '[sandbox]\nnetwork = ["api.example.com", "*.example.org:8443"]\n'
-    spec = read_declaration(text, where="x").spec(Path())
-    assert spec.sandbox.network == ("api.example.com", "*.example.org:8443")
 
 
 def test_a_data_set_may_have_a_file_for_each_split(tmp_path):

@@ -64,7 +64,7 @@ def folder(path, name):
 def test_the_built_in_environments_are_plug_ins_like_others():
     registry = EnvironmentRegistry.load()
     assert registry.problems == {}
-    assert {environment.spec.name for environment in registry.list()} >= {"calc", "code", "math"}
+    assert {environment.spec.name for environment in registry.list()} >= {"calc", "code", "math", "stem"}
     with_instances = [registry.get(name) for name in ("calc", "code", "math")]
     for environment in with_instances:
         for task in environment.dataset():

@@ -101,14 +101,6 @@ async def test_a_failure_is_counted_and_logged_once_and_the_wait_goes_on(host, e
     ]
 
 
-@pytest.mark.parametrize("pausing", ["none", "processes", "files", "memory"])
-async def test_what_is_impossible_is_logged_once(host, pausing):
-    with structlog.testing.capture_logs() as logs:
-        async with host.pauser.running(pausing) as pauser:
-            assert (pauser is None) == (pausing == "none")
-    assert [line["event"] for line in logs] == ["sandboxes are not paused, or keep memory"] * (pausing != "memory")
-
-
 async def test_memory_is_taken_once_the_host_has_too_little_and_from_one_after_another(host):
     sandboxes = [PausedSandbox(str(number)) for number in range(3)]
     async with host.pauser.running("files"), anyio.create_task_group() as tasks:

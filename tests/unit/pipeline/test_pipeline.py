@@ -30,7 +30,7 @@ from rollout_service.observability.telemetry.metrics import Metrics
 from rollout_service.pipeline.context import AttemptContext
 from rollout_service.pipeline.pipeline import Pipeline
 from rollout_service.pipeline.settlement import ClaimRules
-from rollout_service.pipeline.stage import ResizableSemaphore, Slot, StageLimiter, acquire_available
+from rollout_service.pipeline.stage import ResizableSemaphore, Slot, StageLimiter
 from rollout_service.settings import PipelineSettings
 from rollout_service.store import retrying
 from rollout_service.store.contract import Lease
@@ -960,13 +960,6 @@ async def test_stop_begins_nothing_until_start():
             pytest.fail("it was begun after the stop")
         b.pipeline.start()
         assert (await b.result("r")).state is RolloutState.COMPLETED
-
-
-async def test_take_all_takes_everything_available():
-    semaphore = anyio.Semaphore(5)
-    await semaphore.acquire()
-    assert await acquire_available(semaphore) == 4
-    assert semaphore.value == 0
 
 
 @settings(max_examples=30, deadline=None)

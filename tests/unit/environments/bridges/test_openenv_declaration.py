@@ -69,11 +69,6 @@ def test_a_wrong_key_is_named(tmp_path, text, why):
     assert why in str(caught.value)
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path):
-    with pytest.raises(ConfigurationError, match=r"environment.toml cannot be read"):
-        load_openenv(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("instance", "path"),
     [

@@ -27,7 +27,7 @@ async def submit(sandboxes, program, instance):
     return (await play(environment, instance, policy, sandboxes)).score
 
 
-@pytest.mark.parametrize("index", [0, 5, 11, 12, 15, 19])
+@pytest.mark.parametrize("index", [5, 15])
 async def test_the_problems_own_solutions_pass(sandboxes, index):
     problem, instance = problems()[index], instances()[index]
     score = await submit(sandboxes, problem.program, instance)

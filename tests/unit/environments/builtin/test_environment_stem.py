@@ -1,7 +1,5 @@
 """`stem` decides by rules what rules can decide, asks a judge for the rest, and never makes a zero of a failure."""
 
-import json
-import tomllib
 from collections.abc import Callable
 from math import isfinite
 from pathlib import Path
@@ -364,9 +362,3 @@ def test_the_prompt_shows_the_choices_and_the_unit():
     assert STEM.messages(instance)[1].content == "Which?\n\nA. mass\nB. energy"
     instance = {"problem": "How far?", "answer": "4.2", "unit": "ly"}
     assert STEM.messages(instance)[1].content == "How far?\n\nGive the number in ly."
-
-
-def test_it_is_registered():
-    project = tomllib.loads((Path(__file__).parents[4] / "pyproject.toml").read_text())["project"]
-    assert project["entry-points"]["rollout_service.environments"]["stem"].endswith("stem.environment:environment")
-    assert json.dumps(STEM.dataset())

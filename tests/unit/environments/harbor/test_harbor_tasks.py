@@ -81,12 +81,6 @@ def test_an_instance_names_a_loaded_task_and_no_other_path(tmp_path, task):
     assert caught.value.fields[0].path == "instance.task"
 
 
-def test_the_nearest_name_is_suggested(tmp_path):
-    make(tmp_path / "set/word-count")
-    with pytest.raises(InvalidFieldError, match="did you mean word-count"):
-        load_path(tmp_path / "set").check({"task": "word-cuont"})
-
-
 def test_a_task_that_cannot_be_used_does_not_hide_the_others(tmp_path):
     make(tmp_path / "set/good")
     make(tmp_path / "set/bad", TOML + "gpus = 1\n")

@@ -126,10 +126,6 @@ def test_a_bad_field_is_named(changes, path):
     assert path in [field.path for field in caught.value.fields]
 
 
-def test_an_instance_names_an_image_of_this_machine():
-    assert read_task(VERIFIED | {"image": "swe-local"}).image == "swe-local"
-
-
 @pytest.mark.parametrize(
     ("template", "value"),
     [
