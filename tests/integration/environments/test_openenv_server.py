@@ -1,6 +1,5 @@
 """OpenEnv's own client drives this project's environments, and sandboxes end with its sessions."""
 
-import json
 import os
 import signal
 import subprocess
@@ -23,7 +22,6 @@ from rollout_service.cli import app
 from rollout_service.environments.agent_environment import AgentEnvironment
 from rollout_service.environments.bridges.openenv import OpenEnv, OpenEnvDeclaration
 from rollout_service.environments.bridges.openenv_session import OpenEnvServer, OpenEnvServerError
-from rollout_service.environments.bridges.verifiers.catalog import VERIFIERS
 from rollout_service.environments.builtin.calc import environment as calc
 from rollout_service.environments.contract import Environment, EnvironmentSpec, EvaluateIn
 from rollout_service.episodes import Episode, EpisodeLimits, Score
@@ -31,7 +29,7 @@ from rollout_service.pipeline.sandbox_source import SandboxSource
 from rollout_service.pipeline.trial import play
 from rollout_service.testing.scripted_policy import ScriptedPolicy, call, turn
 from sandboxes import SandboxProvider
-from tests.support.openenv.process import PYTHON, RealOpenEnv
+from tests.support.openenv.process import RealOpenEnv
 
 pytestmark = [pytest.mark.bridges, pytest.mark.xdist_group("openenv")]
 TASKS: list[dict[str, Any]] = [
@@ -251,31 +249,6 @@ async def test_what_cannot_be_served_is_refused(provider):
         with pytest.raises(ConfigurationError, match="cannot listen"):
             async with server.listening("127.0.0.1", port):
                 pass
-
-
-@pytest.mark.parametrize(
-    ("replies", "reward"),
-    [
-        (["I do not know."], 0.0),
-        (
-            [
-                json.dumps({"tool_calls": [{"name": "bash", "arguments": {"command": "echo 7 > seven"}}]}),
-                "Done.",
-            ],
-            1.0,
-        ),
-    ],
-    ids=["without the work", "with the work"],
-)
-async def test_verifiers_plays_tasks_with_its_own_loop(provider, replies, reward):
-    program = Path(__file__).parents[2] / "support" / "openenv" / "verifiers_player.py"
-    (packages,) = (PYTHON.parents[1] / "lib").glob("python3*/site-packages")
-    async with served(Files(), provider) as url:
-        command = [VERIFIERS.python(), "-P", program, packages, url, "0", *replies]
-        done = await anyio.run_process([str(part) for part in command], stderr=None)
-    played = json.loads(done.stdout)
-    assert played["rewards"] == {"openenv_reward": reward}
-    assert played["seen"][0] == [{"role": "user", "content": "Write 7 to the file seven."}]
 
 
 def test_the_command_serves_until_it_is_ended():

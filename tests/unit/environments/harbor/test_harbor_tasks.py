@@ -372,23 +372,19 @@ def test_whatever_else_is_written_is_a_failure_or_a_finite_number(data):
 
 
 @pytest.mark.parametrize(
-    "data", [b"[1]", b'"1"', b'{"a": "1"}', b'{"a": NaN}', b'{"a": 1e308}', b'{"a": 1e999}', b'{"a": null}', b"{"]
+    ("parse", "error", "data"),
+    [
+        *((parse_json, RewardInvalidError, data) for data in (b"[1]", b'"1"', b'{"a": "1"}', b'{"a": NaN}', b"{")),
+        *((parse_json, RewardInvalidError, b'{"a": %s}' % value) for value in (b"1e308", b"1e999", b"null", b"true")),
+        *((parse_json, RewardEmptyError, data) for data in (b"", b" \n", b"{}")),
+        *((parse_text, RewardInvalidError, data) for data in (b"1e39", b"inf", b"-Infinity", b"nan", b"1 2", b"one")),
+        (parse_text, RewardInvalidError, b"\xff"),
+        (parse_text, RewardEmptyError, b" \n"),
+    ],
 )
-def test_json_of_another_form_is_a_failure(data):
-    with pytest.raises(RewardInvalidError):
-        parse_json(data)
-
-
-@pytest.mark.parametrize("data", [b"", b" \n", b"{}"])
-def test_nothing_is_a_failure(data):
-    with pytest.raises(RewardEmptyError):
-        parse_json(data)
-
-
-@pytest.mark.parametrize("data", [b"1e39", b"inf", b"-Infinity", b"nan", b"1 2", b"one", b"\xff"])
-def test_text_that_is_no_finite_number_is_a_failure(data):
-    with pytest.raises(RewardInvalidError):
-        parse_text(data)
+def test_a_reward_of_another_form_is_a_failure(parse, error, data):
+    with pytest.raises(error):
+        parse(data)
 
 
 def test_the_reward_is_its_key_or_the_mean():
