@@ -314,14 +314,6 @@ class WorkClock:
         """Return a context that cancels its block once the clock has advanced by this much."""
         return WorkLimit(self, seconds)
 
-    def add(self, scope: anyio.CancelScope, seconds: float) -> None:
-        """Cancel a scope once the clock has advanced by this much."""
-        self._limits[scope] = self.seconds + seconds
-        self._set_deadlines()
-
-    def remove(self, scope: anyio.CancelScope) -> None:
-        del self._limits[scope]
-
     def _set_deadlines(self) -> None:
         for scope, end in self._limits.items():
             scope.deadline = inf if self._stopped_at is not None or self._zero is None else self._zero + end
@@ -337,13 +329,14 @@ class WorkLimit:
 
     def __enter__(self) -> anyio.CancelScope:
         self._scope.__enter__()
-        self._clock.add(self._scope, self._seconds)
+        self._clock._limits[self._scope] = self._clock.seconds + self._seconds
+        self._clock._set_deadlines()
         return self._scope
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        self._clock.remove(self._scope)
+        del self._clock._limits[self._scope]
         return self._scope.__exit__(kind, error, trace)
 
 

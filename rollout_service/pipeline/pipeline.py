@@ -31,7 +31,6 @@ from rollout_service.base.signals import ChangeSignal, ResettableEvent, first_of
 from rollout_service.pipeline.attempt import Attempt, LeaseLostError
 from rollout_service.pipeline.context import AttemptContext
 from rollout_service.pipeline.settlement import ClaimRules, Settlement
-from rollout_service.pipeline.stage import acquire_available
 from rollout_service.settings import PipelineSettings
 from rollout_service.store.contract import Lease
 from rollout_service.store.retrying import retry_until_stored
@@ -164,7 +163,7 @@ class Pipeline:
         places = self._context.stages.init.places
         with self._admission:
             while True:
-                taken = await acquire_available(places)
+                taken = await places.acquire_all()
                 leases: list[Lease] = []
                 try:
                     leases = await self._claim(taken)

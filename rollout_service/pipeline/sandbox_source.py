@@ -314,15 +314,6 @@ class EpisodeSandboxes:
     def checkpoints(self) -> int:
         return 0 if self._artifacts is None else len(self._artifacts.checkpoints)
 
-    async def keep(self, episode: Episode, spec: EnvironmentSpec) -> None:
-        """End the agent's processes first, and keep a checkpoint."""
-        if episode.sandbox is not None:
-            earlier, self._artifacts = self._artifacts, None
-            with waits_for(StepKind.ARTIFACTS, "checkpoint", sandbox=episode.sandbox.id):
-                self._artifacts = await self._source.pack(
-                    episode.sandbox, spec, episode.clock, earlier, is_checkpoint=True
-                )
-
     async def snapshot(self, episode: Episode) -> Snapshot:
         """End the sandbox, and return its files for others to start from."""
         sandbox, self._owner = require_sandbox(episode.sandbox), _SETUP
@@ -340,14 +331,17 @@ class EpisodeSandboxes:
             with in_lane("sessions"), timer.sandbox(), waits_for(StepKind.SESSION, names):
                 await open_sessions(episode.sandbox, spec.sessions)
 
-    async def pack(self, episode: Episode, spec: EnvironmentSpec) -> None:
-        """End the agent's processes, and keep its artifacts for the grader."""
-        if episode.sandbox is not None:
-            earlier, self._artifacts = self._artifacts, None
-            with waits_for(StepKind.ARTIFACTS, "pack", sandbox=episode.sandbox.id):
-                self._artifacts = await self._source.pack(episode.sandbox, spec, episode.clock, earlier)
-            episode.notes += self._artifacts.notes
-            episode.ended += self._artifacts.ended
+    async def pack(self, episode: Episode, spec: EnvironmentSpec, *, is_checkpoint: bool = False) -> None:
+        """End the agent's processes, and keep its artifacts for the grader, at the end or as a checkpoint."""
+        if (sandbox := episode.sandbox) is None:
+            return
+        earlier, self._artifacts = self._artifacts, None
+        with waits_for(StepKind.ARTIFACTS, "checkpoint" if is_checkpoint else "pack", sandbox=sandbox.id):
+            packed = await self._source.pack(sandbox, spec, episode.clock, earlier, is_checkpoint=is_checkpoint)
+        self._artifacts = packed
+        if not is_checkpoint:
+            episode.notes += packed.notes
+            episode.ended += packed.ended
 
     async def end_agent(self, episode: Episode, spec: EnvironmentSpec) -> bool:
         """Return False if the agent's sandbox has ended already."""

@@ -15,7 +15,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Protocol
 
 import anyio
 
@@ -75,17 +74,17 @@ class Timer:
 class Slot:
     """At most one place in a queue and one worker."""
 
-    def __init__(self, place: SemaphoreLike | None = None) -> None:
+    def __init__(self, place: ResizableSemaphore | None = None) -> None:
         self._place = place
-        self._worker: SemaphoreLike | None = None
+        self._worker: ResizableSemaphore | None = None
 
-    async def take_place(self, places: SemaphoreLike) -> None:
+    async def take_place(self, places: ResizableSemaphore) -> None:
         """Wait for a place, unless one is held already."""
         if self._place is None:
             await places.acquire()
             self._place = places
 
-    async def take_worker(self, workers: SemaphoreLike) -> None:
+    async def take_worker(self, workers: ResizableSemaphore) -> None:
         """Give back the previous worker, wait for one of this stage, then give back the place."""
         self._free_worker()
         await workers.acquire()
@@ -164,14 +163,6 @@ class StageLimiter:
             )
 
 
-class SemaphoreLike(Protocol):
-    async def acquire(self) -> None: ...
-
-    def acquire_nowait(self) -> None: ...
-
-    def release(self) -> None: ...
-
-
 class ResizableSemaphore:
     """Permits are granted in order of arrival. Growing admits waiters at once; shrinking takes no permit from a holder:
     permits above the new size disappear as they are released.
@@ -194,6 +185,16 @@ class ResizableSemaphore:
     def acquire_nowait(self) -> None:
         self._free.acquire_nowait()
 
+    async def acquire_all(self) -> int:
+        """Acquire as often as possible, at least once; return the number."""
+        await self.acquire()
+        taken = 1
+        with suppress(anyio.WouldBlock):
+            while True:
+                self.acquire_nowait()
+                taken += 1
+        return taken
+
     def release(self) -> None:
         if self._surplus:
             self._surplus -= 1
@@ -209,14 +210,3 @@ class ResizableSemaphore:
         for _ in range(self.size, size):
             self.release()
         self.size = size
-
-
-async def acquire_available(semaphore: SemaphoreLike) -> int:
-    """Acquire as often as possible, at least once; return the number."""
-    await semaphore.acquire()
-    taken = 1
-    with suppress(anyio.WouldBlock):
-        while True:
-            semaphore.acquire_nowait()
-            taken += 1
-    return taken

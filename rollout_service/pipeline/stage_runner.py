@@ -162,7 +162,7 @@ class StageRunner:
             )
             self.episode = episode
             if spec.evaluate_in is EvaluateIn.FRESH:
-                episode.checkpoint = partial(self._sandboxes.keep, episode, spec)
+                episode.checkpoint = partial(self._sandboxes.pack, episode, spec, is_checkpoint=True)
             is_prepared = spec.image is not None and await self._start_sandbox(episode, timer, clock)
             self._prepare_saving(episode, is_prepared=is_prepared)
             if self._saved is not None:

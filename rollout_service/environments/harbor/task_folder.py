@@ -119,11 +119,10 @@ class HarborTask:
                             yield f"{below}/{file.path}", file
 
     def dockerfiles(self) -> dict[str, Path]:
-        found = {
-            self.image: _dockerfile(self.folder / "environment"),
-            self.verifier_image: _verifier_file(self),
-        }
-        return {name: path for name, path in found.items() if name is not None and path is not None}
+        found = {self.image: _dockerfile(self.folder / "environment")}
+        if self.verifier_image is not None:
+            found[self.verifier_image] = _dockerfile(self.folder / "tests")
+        return {name: path for name, path in found.items() if path is not None}
 
 
 def load_task(folder: Path, name: str, allowed: Container[str] = ()) -> HarborTask:
@@ -297,10 +296,6 @@ def _verifier_image(folder: Path, table: EnvironmentTable | None, name: str) -> 
         return _image(folder, VERIFIER, table, folder / "none", name)
     context = folder / "tests"
     return _name_by_digest(context, f"{name}-verifier") if _dockerfile(context) is not None else None
-
-
-def _verifier_file(task: HarborTask) -> Path | None:
-    return _dockerfile(task.folder / "tests") if task.verifier_image is not None else None
 
 
 def _dockerfile(context: Path) -> Path | None:
