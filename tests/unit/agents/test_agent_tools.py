@@ -181,7 +181,8 @@ async def test_a_failed_sandbox_is_not_blamed_on_the_policy(local_sandbox):
         await use(local_sandbox, "bash", command="echo")
 
 
-async def test_finish_takes_numbers_too():
+async def test_think_changes_nothing_and_finish_takes_numbers_too():
+    assert await use(None, "think", thought="hm") == "noted"
     result = await TOOLS["finish"]({"answer": 42}, ToolContext(None, 1.0, 1_000))
     assert result.answer == "42"
 

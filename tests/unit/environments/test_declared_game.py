@@ -103,3 +103,6 @@ def test_what_is_wrong_with_a_declaration_is_said(tmp_path):
     (tmp_path / "environment.toml").write_text("kind = ")
     with pytest.raises(ConfigurationError, match="is not valid TOML"):
         load_game(tmp_path)
+    (tmp_path / "environment.toml").unlink()
+    with pytest.raises(ConfigurationError, match=r"environment\.toml cannot be read"):
+        load_game(tmp_path)
