@@ -56,9 +56,13 @@ async def test_an_activity_is_on_the_board_as_long_as_its_block_lasts():
             assert activity.open == [step]
             assert step.stage is Stage.INIT
             assert step.task is asyncio.current_task()
+            with waits_for(StepKind.TOOL):
+                pass
     assert board.find("r1") is None
     assert current_activity() is None
-    assert seen.events == ["began r1", "opened setup", "closed setup None", "finished r1"]
+    assert seen.events == [
+        *("began r1", "opened setup", "opened tool", "closed tool None", "closed setup None", "finished r1"),
+    ]
 
 
 async def test_an_error_ends_its_step_and_leaves_its_code():
