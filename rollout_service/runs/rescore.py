@@ -32,7 +32,7 @@ from rollout_service.episodes import Episode, GatewayAccess, Policy, Score
 from rollout_service.groups.auxiliary import rescored_parts
 from rollout_service.judging.contract import Judge
 from rollout_service.pipeline.context import AttemptContext
-from rollout_service.pipeline.stage import Slot
+from rollout_service.pipeline.stage import ResizableSemaphore, Slot
 from rollout_service.pipeline.stage_runner import StageRunner
 from rollout_service.tokens import ToolSpec
 
@@ -48,7 +48,7 @@ class Rescorer:
         """`check_environment` raises InvalidFieldError if the named environment cannot be used."""
         self._context = context
         self._check_environment = check_environment
-        self._places = anyio.Semaphore(MAX_CONCURRENT, max_value=MAX_CONCURRENT)
+        self._places = ResizableSemaphore(MAX_CONCURRENT)
         """Places for replays, since the pipeline holds all its own before the init stage while it waits for work."""
 
     async def rescore_rollouts(self, order: RescoreRollouts) -> AsyncIterator[Rescored]:
