@@ -20,9 +20,10 @@ def save(rollout: CannedRollout, folder: Path, more: Mapping[str, BaseModel] | N
         {"rollout_id": rollout.rollout_id, "saved_at": "2026-03-05T12:00:00Z", "version": "0.1.0"}
     )
     path = f"v1/rollouts/{rollout.rollout_id}"
+    trajectory = rollout.trajectory()
     for index, segment in enumerate(rollout.segments):
         count = len(segment.pieces)
-        tokens = rollout.answered(segment.tokens(index, 0, count, entropy=rollout.entropy))
+        tokens = rollout.tokens(trajectory, index, 0, count)
         answers[f"{path}/tokens?segment={index}&start=0&count={count}"] = tokens.model_dump_json().encode()
     answers |= {f"{path}/{name}": answer.model_dump_json().encode() for name, answer in (more or {}).items()}
     file = folder / f"{rollout.rollout_id}.html"

@@ -1,28 +1,26 @@
 """Trajectories to look at: made of tokens that a test chooses, and answered as the API answers."""
 
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from itertools import accumulate, groupby
 
 from starlette.requests import Request
 
 from api_schemas.rollouts import Rollout, RolloutState, Span, Stage, StopReason, Usage
 from api_schemas.rollouts.steps import RolloutStep, RolloutSteps, StepKind
-from api_schemas.rollouts.tokens import (
-    RolloutMessages,
-    SegmentOutline,
-    TokenRange,
-    TrajectoryOutline,
-    TurnRange,
-)
+from api_schemas.rollouts.tokens import RolloutMessages, TokenRange
 from api_schemas.tasks import Task
-from api_schemas.trajectories import FinishReason, ForkReason, Message, ToolCall
+from api_schemas.trajectories import FinishReason, ForkReason, Message, Segment, ToolCall, Trajectory
 from api_schemas.views.summaries import RolloutSummary, SummaryPage
+from rollout_service.server.trajectories import outline, token_range
+from rollout_service.tokens.tokenizer import TokenBytes
 from tests.support.browser.fake_service import FakeService
 
 BEGAN = datetime(2026, 3, 4, 12, 0, 0, tzinfo=UTC)
+
+
+_IDS: dict[bytes, int] = {}
+"""The ids of all tokens that a test has made, in their order."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +31,11 @@ class Piece:
     turn: int = -1
     logprob: float = -0.01
     version: int = 3
-    entropy: float | None = None
 
     @property
     def id(self) -> int:
         """An id that is the same for the same bytes."""
-        return int.from_bytes(self.content[:3].ljust(3, b"\0"), "little") % 150_000
+        return _IDS.setdefault(self.content, len(_IDS))
 
 
 @dataclass
@@ -50,103 +47,23 @@ class CannedSegment:
     parent: int | None = None
     shared_prefix: int = 0
 
-    def outline(self, index: int) -> SegmentOutline:
-        """Return what the outline says of it."""
-        return SegmentOutline(
-            index=index,
-            trained=True,
-            tokens=len(self.pieces),
-            sampled=sum(piece.turn >= 0 for piece in self.pieces[self.shared_prefix :]),
+    def segment(self, *, entropy: bool) -> Segment:
+        """Return it as the store has it."""
+        marked = [(piece, piece.turn >= 0 and at >= self.shared_prefix) for at, piece in enumerate(self.pieces)]
+        return Segment(
+            token_ids=[piece.id for piece in self.pieces],
+            loss_mask=[int(sampled) for _, sampled in marked],
+            logprobs=[piece.logprob if sampled else 0.0 for piece, sampled in marked],
+            versions=[piece.version if sampled else -1 for piece, sampled in marked],
+            turn_ids=[piece.turn if sampled else -1 for piece, sampled in marked],
             fork_reason=self.fork_reason,
             parent=self.parent,
             shared_prefix=self.shared_prefix,
-            turns=list(self._turns()),
-            first_difference=None if self.parent is None else self.shared_prefix,
-        )
-
-    def _turns(self) -> Iterator[TurnRange]:
-        at = 0
-        for turn, group in groupby(self.pieces, key=lambda piece: piece.turn):
-            pieces = list(group)
-            if turn >= 0 and at >= self.shared_prefix:
-                yield TurnRange(turn=turn, start=at, end=at + len(pieces), version=pieces[0].version)
-            at += len(pieces)
-
-    def tokens(self, index: int, start: int, count: int, *, entropy: bool) -> TokenRange:
-        """Return a range of its tokens, as the schema describes it."""
-        pieces = self.pieces[start : start + count]
-        masks = [int(piece.turn >= 0 and start + at >= self.shared_prefix) for at, piece in enumerate(pieces)]
-        text, ends, partial = decoded([piece.content for piece in pieces])
-        return TokenRange(
-            segment=index,
-            start=start,
-            count=len(pieces),
-            total=len(self.pieces),
-            ids=[piece.id for piece in pieces],
-            text=text,
-            ends=ends,
-            partial=partial,
-            pieces={at: pieces[at].content.hex() for at in partial},
-            mask=runs(masks),
-            versions=runs([piece.version if on else -1 for piece, on in zip(pieces, masks, strict=True)]),
-            turns=runs([piece.turn if on else -1 for piece, on in zip(pieces, masks, strict=True)]),
-            logprobs=[piece.logprob if on else None for piece, on in zip(pieces, masks, strict=True)],
-            entropy=[piece.entropy if on else None for piece, on in zip(pieces, masks, strict=True)]
-            if entropy
-            else None,
+            top_logprobs=[[piece.logprob] if sampled else [] for piece, sampled in marked] if entropy else None,
         )
 
 
-def runs(values: Sequence[int]) -> list[tuple[int, int]]:
-    """Return runs of equal values as pairs of a value and a count."""
-    return [(value, len(list(group))) for value, group in groupby(values)]
-
-
-def units(text: str) -> int:
-    """Return the length of a text as JavaScript counts it."""
-    return len(text.encode("utf-16-le")) // 2
-
-
-def decoded(contents: Sequence[bytes]) -> tuple[str, list[int], list[int]]:
-    """Return the text of tokens, where each ends in it, and the positions of those that are parts of characters."""
-    if all(content.isascii() for content in contents):
-        return b"".join(contents).decode(), list(accumulate(map(len, contents))), []
-    owner = [at for at, content in enumerate(contents) for _ in content]
-    data = b"".join(contents)
-    text = ""
-    ends = [0] * len(contents)
-    partial: set[int] = set()
-    at = 0
-    while at < len(data):
-        size = next(
-            (
-                n
-                for n in (1, 2, 3, 4)
-                if data[at : at + n].decode(errors="replace").isprintable() and _valid(data[at : at + n])
-            ),
-            next((n for n in (1, 2, 3, 4) if _valid(data[at : at + n])), 0),
-        )
-        first, last = owner[at], owner[at + max(size, 1) - 1]
-        if first != last:
-            for index in range(first, last):
-                ends[index] = units(text)
-            partial.update(range(first, last + 1))
-        elif size == 0:
-            partial.add(first)
-        text += data[at : at + size].decode() if size else "\N{REPLACEMENT CHARACTER}"
-        ends[last] = units(text)
-        at += max(size, 1)
-    return text, ends, sorted(partial)
-
-
-def _valid(data: bytes) -> bool:
-    try:
-        return len(data.decode()) == 1
-    except UnicodeDecodeError:
-        return False
-
-
-def words(text: str, turn: int = -1, **numbers: float) -> list[Piece]:
+def words(text: str, turn: int = -1, *, version: int = 3) -> list[Piece]:
     """Return a text as tokens of about a word each."""
     found: list[bytes] = []
     for character in text:
@@ -154,15 +71,8 @@ def words(text: str, turn: int = -1, **numbers: float) -> list[Piece]:
             found[-1] += character.encode()
         else:
             found.append(character.encode())
-    version = int(numbers.get("version", 3))
     return [
-        Piece(
-            content,
-            turn,
-            round(-(abs(math.sin(at * 1.7 + len(content))) ** 5) * 4.5 - 0.004, 4),
-            version,
-            0.2 * (at % 9),
-        )
+        Piece(content, turn, round(-(abs(math.sin(at * 1.7 + len(content))) ** 5) * 4.5 - 0.004, 4), version)
         for at, content in enumerate(found)
     ]
 
@@ -206,41 +116,35 @@ class CannedRollout:
         )
         return rollout.model_copy(update=self.changes)
 
+    def trajectory(self) -> Trajectory:
+        """Return its trajectory as the store has it."""
+        return Trajectory(
+            segments=[one.segment(entropy=self.entropy) for one in self.segments],
+            messages=self.messages,
+            finish_reasons=[FinishReason.STOP] * self.turns,
+            fork_counts={},
+        )
+
     def serve(self, fake: FakeService) -> None:
         """Answer for it."""
-        path = f"/v1/rollouts/{self.rollout_id}"
+        path, trajectory = f"/v1/rollouts/{self.rollout_id}", self.trajectory()
+
+        def tokens(request: Request) -> TokenRange:
+            query = request.query_params
+            return self.tokens(trajectory, int(query["segment"]), int(query["start"]), int(query["count"]))
+
         fake.answer(f"GET {path}", self.rollout())
-        fake.answer(
-            f"GET {path}/outline",
-            TrajectoryOutline(
-                rollout_id=self.rollout_id,
-                segments=[one.outline(index) for index, one in enumerate(self.segments)],
-                has_text=self.has_text,
-                has_entropy=self.entropy,
-            ),
-        )
-        fake.handlers[f"GET {path}/tokens"] = self._tokens
-        fake.answer(
-            f"GET {path}/messages",
-            RolloutMessages(
-                rollout_id=self.rollout_id,
-                messages=self.messages,
-                finish_reasons=[FinishReason.STOP] * self.turns,
-            ),
-        )
+        fake.answer(f"GET {path}/outline", outline(trajectory, self.rollout_id, None, has_text=self.has_text))
+        fake.handlers[f"GET {path}/tokens"] = tokens
+        talk = {"messages": self.messages, "finish_reasons": trajectory.finish_reasons}
+        fake.answer(f"GET {path}/messages", RolloutMessages(rollout_id=self.rollout_id, **talk))
         fake.answer(f"GET {path}/steps", RolloutSteps(rollout_id=self.rollout_id, steps=self.steps))
         fake.answer("GET /v1/summaries", SummaryPage(rows=[self.summary] if self.summary else []))
 
-    def _tokens(self, request: Request) -> TokenRange:
-        query = request.query_params
-        index = int(query["segment"])
-        start, count = int(query["start"]), int(query["count"])
-        return self.answered(self.segments[index].tokens(index, start, count, entropy=self.entropy))
-
-    def answered(self, found: TokenRange) -> TokenRange:
+    def tokens(self, trajectory: Trajectory, index: int, start: int, count: int) -> TokenRange:
         """Return a range as the service answers with it: without text, if it knows no tokenizer."""
-        hidden = {"text": None, "ends": [], "partial": [], "pieces": {}}
-        return found if self.has_text else found.model_copy(update=hidden)
+        table = TokenBytes(list(_IDS)) if self.has_text else None
+        return token_range(trajectory.segments[index], index, start, count, table)
 
 
 def spans() -> list[Span]:
