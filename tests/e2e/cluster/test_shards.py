@@ -60,20 +60,13 @@ class Spread:
 
     def ends(self) -> Counter[str]:
         """Return how often each rollout has ended, by the events of both shards."""
-        states = ("completed", "failed", "cancelled")
-        return Counter(one["subject"] for one in self.events("0.0") if one["data"].get("state") in states)
-
-    def events(self, after: str) -> list[dict[str, Any]]:
-        lines = self._stream(after=after).splitlines()
-        return [json.loads(line[5:]) for line in lines if line.startswith("data:")]
+        return self.services[0].ends("0.0")
 
     def position(self) -> list[str]:
         """Return the ids of the newest events of all shards."""
-        return self._stream().splitlines()[0].removeprefix("id: ").split(".")
-
-    def _stream(self, **given: str) -> str:
         url = f"{self.services[0].url}/v1/events"
-        return httpx.get(url, params={"follow": "false"} | given, timeout=60).raise_for_status().text
+        sent = httpx.get(url, params={"follow": "false"}, timeout=60).raise_for_status().text
+        return sent.splitlines()[0].removeprefix("id: ").split(".")
 
     def eventually(self, condition: Any) -> None:
         eventually(condition, self.services)
@@ -151,9 +144,9 @@ def test_a_killed_shard_takes_only_its_own_runs_with_it(spread, victim, tmp_path
     whole = [*rollouts[0], *rollouts[1], *more]
     spread.eventually(lambda: spread.states(whole) == {"completed"})
     assert spread.ends() == Counter([*whole, *delivered]), "nothing is lost, and nothing ends twice"
-    since = {one["subject"] for one in spread.events(".".join(position))}
+    since = {one["subject"] for one in spread.services[0].events(".".join(position))}
     assert not since & {*rollouts[victim], runs[victim]}, "what came while nobody could know is passed over"
-    assert spread.events(".".join(spread.position())) == []
+    assert spread.services[0].events(".".join(spread.position())) == []
     found = subprocess.run(
         [sys.executable, "-m", "rollout_service.cli", "store", "check", "--json"],
         cwd=tmp_path / "n1",

@@ -17,13 +17,11 @@ from api_schemas.runs import Run
 from api_schemas.trajectories import Trajectory
 from rollout_service.environments.contract import EnvironmentSpec
 from rollout_service.pipeline.sandbox_source import SandboxSource
-from rollout_service.server.lifecycle import Service
 from rollout_service.tokens import check_invariants
 from sandboxes import make_provider
 from sandboxes.config import ApptainerConfig, LocalConfig
 from sandboxes.errors import ImageNotFoundError
 from tests.support.api.server import api_server
-from tests.support.gateway.service import gateway_service, scripted
 
 
 @pytest.fixture(scope="module")
@@ -59,20 +57,6 @@ def test_a_wait_that_is_over_too_soon_answers_with_the_state_of_now(api):
     assert (posted.status_code, posted.json()["attempt"], read.json()["attempt"]) == (202, 1, 1)
     assert "queued" not in (posted.json()["state"], read.json()["state"])
     api.delete("/v1/rollouts/waits").raise_for_status()
-
-
-async def test_a_rollout_that_ends_as_the_wait_is_over_comes_with_its_trajectory(tmp_path, monkeypatch):
-    wait = Service.wait
-
-    async def end_too_late(service: Service, rollout_id: str, _seconds: float) -> None:
-        await wait(service, rollout_id, 60)
-
-    monkeypatch.setattr(Service, "wait", end_too_late)
-    async with scripted("2") as engine, gateway_service(tmp_path, [engine]) as service, service.http() as http:
-        task = {"environment": "calc", "instance": {"question": "1+1", "answer": "2"}}
-        answer = await http.post("/v1/rollouts", params={"wait": 1}, json={"task": task})
-    assert (answer.status_code, answer.json()["state"]) == (200, "completed")
-    assert answer.json()["trajectory"]["segments"]
 
 
 def test_a_rollout_from_order_to_trajectory(api):
@@ -276,15 +260,6 @@ def test_a_run_shows_what_it_is_warned_of(api):
         api.delete(f"/v1/runs/{run_id}")
 
 
-def test_an_unknown_field_comes_with_the_nearest(api):
-    body = {"source": {"kind": "inline", "tsks": []}, "batch_size": 1, "group_sise": 2}
-    errors = problem(api.post("/v1/runs", json=body), 422).errors
-    assert {(error.path, error.message) for error in errors} == {
-        ("body.group_sise", "unknown field; did you mean group_size?"),
-        ("body.source.tsks", "unknown field; did you mean tasks?"),
-    }
-
-
 @pytest.mark.parametrize("kind", ["fifo", "folder", "nul", "home"])
 def test_an_invalid_file_of_tasks_is_refused(api, tmp_path, kind):
     path = tmp_path / "tasks.jsonl"
@@ -328,16 +303,6 @@ def test_cancel_before_submit(api):
     assert api.delete("/v1/rollouts/tombstone").status_code == 202
     assert order(api, rollout_id="tombstone", wait=10).json()["state"] == "cancelled"
     assert api.delete("/v1/rollouts/tombstone").json()["was"] == "cancelled"
-
-
-def test_cancel_many_in_flight(api):
-    ids = [f"many-{i}" for i in range(12)]
-    for rollout_id in ids:
-        order(api, rollout_id=rollout_id)
-    api.post("/v1/abort", json={"rollout_ids": ids})
-    for rollout_id in ids:
-        rollout = api.get(f"/v1/rollouts/{rollout_id}", params={"wait": 30}).json()
-        assert rollout["state"] in ("cancelled", "completed")
 
 
 def test_pages_are_complete_and_in_order(api):

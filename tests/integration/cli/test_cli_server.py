@@ -213,15 +213,6 @@ def test_rescore_reads_a_pipe_and_reports_empty_input(server, tmp_path):
     invoke("runs", "end", "bare", url=server.url)
 
 
-def test_submit_refuses_an_output_file_without_results(server, tmp_path):
-    file, output = tasks(tmp_path / "tasks.jsonl", 1), tmp_path / "notes.txt"
-    output.write_text("mine\n")
-    result = invoke("submit", str(file), "-o", str(output), url=server.url)
-    assert result.exit_code == 1
-    assert "not a rollout's result" in result.stderr
-    assert output.read_text() == "mine\n"
-
-
 def test_watch_prints_events_as_they_happen(server, tmp_path):
     command = [*COMMAND, "watch", "--url", server.url, "--json", "--after", "0"]
     file, output = tasks(tmp_path / "watched.jsonl", 1), tmp_path / "out.jsonl"

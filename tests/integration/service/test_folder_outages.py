@@ -51,14 +51,6 @@ def stuck_kinds(server: Running) -> set[str]:
     return {finding["kind"] for finding in report["findings"] if finding["verdict"] == "stuck"}
 
 
-def ends(server: Running) -> Counter[str]:
-    """Return how often each rollout has ended."""
-    with httpx.stream("GET", f"{server.url}/v1/events?after=0&follow=false", timeout=30) as answer:
-        events = [json.loads(line[5:]) for line in answer.iter_lines() if line.startswith("data:")]
-    ended = [event for event in events if event["data"].get("state") == "completed"]
-    return Counter(event["subject"] for event in ended)
-
-
 def holds_work(server: Running, hint: str) -> None:
     """Check that a service at work reports its outage, and holds what it has."""
     eventually(lambda: hint in server.ready().text, server.log_file, PATIENCE_SECONDS)
@@ -76,7 +68,7 @@ def goes_on(server: Running) -> None:
     for number in range(ROLLOUTS):
         found = httpx.get(f"{server.url}/v1/rollouts/r{number}/trajectory", timeout=30)
         assert found.raise_for_status().json()["segments"]
-    assert ends(server) == Counter(f"r{number}" for number in range(ROLLOUTS))
+    assert server.ends() == Counter(f"r{number}" for number in range(ROLLOUTS))
 
 
 def move_away(disk: SmallDisk) -> None:
@@ -176,7 +168,7 @@ def test_a_folder_that_is_lost_for_good_is_replaced_and_what_was_in_it_is_named(
         report = store_command(folder, "check")
         assert report["trajectories"] == ROLLOUTS
         assert {one["rollout_id"] for one in report["lost"]} == lost
-        assert ends(server) == Counter(f"r{number}" for number in range(ROLLOUTS))
+        assert server.ends() == Counter(f"r{number}" for number in range(ROLLOUTS))
         server.stop()
         server.ended(30)
     with service(folder, engine, LOG + store) as server:

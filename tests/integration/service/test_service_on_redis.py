@@ -16,8 +16,6 @@ from tests.support.redis_server import RedisServer, redis_server
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(150)]
 
-ENDED = {"completed", "failed", "cancelled"}
-
 
 def config(server: RedisServer, name: str) -> str:
     return f'[store]\nurl = "{server.url}"\n[cluster]\nname = "{name}"\n'
@@ -28,21 +26,6 @@ def node(tmp_path: Path, name: str, engine: Running, server: RedisServer) -> Any
     folder = tmp_path / name
     folder.mkdir(exist_ok=True)
     return service(folder, engine.url, config(server, name))
-
-
-def all_ended(server: Running, count: int) -> bool:
-    try:
-        return sum(server.counts().get(state, 0) for state in ENDED) == count
-    except (httpx.HTTPError, KeyError):
-        return False
-
-
-def terminal_events(server: RedisServer) -> Counter[str]:
-    """Return how often each rollout ended, as the stream of events says."""
-    with server.client() as client:
-        entries = client.xrange("{rollouts}:events")
-    ends = [f for _, f in entries if f[b"k"] == b"rollout.state" and b'"completed"' in f[b"d"]]
-    return Counter(fields[b"s"].decode() for fields in ends)
 
 
 def test_a_program_works_with_any_node_on_a_rollout_that_one_runs(tmp_path, own_redis):
@@ -80,9 +63,8 @@ def test_a_restarted_service_goes_on_with_what_it_had(tmp_path, own_redis):
             server.stop(signal.SIGKILL)
             server.ended(30)
         with node(tmp_path, "n1", engine, own_redis) as server:
-            eventually(lambda: all_ended(server, 30), server.log_file, 60)
-            assert server.counts() == {"completed": 30}
-    assert terminal_events(own_redis) == Counter(f"r{n}" for n in range(30))
+            eventually(lambda: server.counts() == {"completed": 30}, server.log_file, 60)
+            assert server.ends() == Counter(f"r{n}" for n in range(30))
 
 
 def test_a_service_does_not_start_on_a_redis_that_it_must_not_use(tmp_path):

@@ -6,6 +6,7 @@ import re
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -81,6 +82,17 @@ class Running:
 
     def state(self, name: str) -> str:
         return self.get(f"/v1/rollouts/{name}")["state"]
+
+    def events(self, after: str = "0") -> list[dict[str, Any]]:
+        """Return the events after a position, which has a number for each shard of the store."""
+        query = {"after": after, "follow": "false"}
+        sent = httpx.get(f"{self.url}/v1/events", params=query, timeout=60).raise_for_status().text
+        return [json.loads(line[5:]) for line in sent.splitlines() if line.startswith("data:")]
+
+    def ends(self, after: str = "0") -> Counter[str]:
+        """Return how often each rollout has ended, as the events say."""
+        ended = ("completed", "failed", "cancelled")
+        return Counter(one["subject"] for one in self.events(after) if one["data"].get("state") in ended)
 
     def metric(self, name: str) -> float:
         text = httpx.get(f"{self.url}/metrics", timeout=60).raise_for_status().text
