@@ -48,8 +48,5 @@ async def check(
     from rollout_service.cli.harness_check import check_harness, show_check
 
     found = await check_harness(name, turns, image)
-    if as_json:
-        common.print_json(found)
-    else:
-        show_check(found)
+    common.print_json(found) if as_json else show_check(found)
     return 0 if found["works"] else 1

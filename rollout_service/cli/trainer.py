@@ -52,10 +52,7 @@ def check(
     flags |= {"learning-rate": learning_rate} | ({"weights": weights} if weights else {})
     environ = os.environ | {"ROLLOUT_URL": url} | ({"ROLLOUT_KEY": key} if key else {})
     report = run_check(python, name, [f"--{flag}={value}" for flag, value in flags.items()], environ)
-    if as_json:
-        common.print_json(report)
-    else:
-        _show(report)
+    common.print_json(report) if as_json else _show(report)
     return 1 if report["problems"] else 0
 
 

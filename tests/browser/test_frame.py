@@ -1,13 +1,21 @@
 """The frame of the page: keys and roles, lost connections, prefixes, hostile text, and screens of different sizes."""
 
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+
+import httpx
 import pytest
 from playwright.async_api import Page, expect
+from starlette.applications import Starlette
+from starlette.background import BackgroundTask
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
 
 from api_schemas.nodes import NodeState
 from rollout_service.http.keyring import Role
 from tests.support.browser import canned
-from tests.support.browser.fake_service import FakeService
-from tests.support.browser.prefix_proxy import prefix_proxy
+from tests.support.browser.fake_service import FakeService, served
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.browser
@@ -88,6 +96,44 @@ async def test_a_hidden_tab_gives_its_connection_back(page, fake):
     await page.clock.run_for(1_000)
     await expect(page.get_by_text("7.65")).to_be_visible()
     assert fake.readers == 1
+
+
+HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "content-length", "host"}
+METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"]
+
+
+@contextmanager
+def prefix_proxy(target: str, prefix: str) -> Iterator[str]:
+    """Serve `target` below a prefix, which the proxy takes away; yield the address of the page.
+
+    Nothing is served outside the prefix, so a page that asks for an absolute path fails.
+    """
+
+    async def forward(request: Request) -> Response:
+        path = request.url.path.removeprefix(prefix)
+        headers = [(name, value) for name, value in request.headers.items() if name not in HOP_BY_HOP]
+        opened = httpx.AsyncClient(base_url=target, timeout=None)
+        sent = opened.build_request(
+            request.method,
+            httpx.URL(path, query=request.url.query.encode()),
+            headers=headers,
+            content=await request.body(),
+        )
+        answer = await opened.send(sent, stream=True)
+
+        async def body() -> AsyncIterator[bytes]:
+            async for piece in answer.aiter_raw():
+                yield piece
+
+        async def close() -> None:
+            await answer.aclose()
+            await opened.aclose()
+
+        kept = {name: value for name, value in answer.headers.items() if name not in HOP_BY_HOP}
+        return StreamingResponse(body(), answer.status_code, kept, background=BackgroundTask(close))
+
+    with served(Starlette(routes=[Route(prefix + "/{path:path}", forward, methods=METHODS)])) as url:
+        yield url.rstrip("/") + prefix + "/"
 
 
 @pytest.mark.parametrize("prefix", ["/proxy/8080", "/rnode/host-1.cluster/8080", "/a b/ü"])

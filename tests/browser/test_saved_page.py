@@ -1,6 +1,10 @@
 """A saved rollout is looked at from a file: all of its page works, nothing is asked of anyone, and text stays text."""
 
+from collections.abc import Mapping
+from pathlib import Path
+
 import anyio
+import orjson
 import pytest
 from playwright.async_api import Page, expect
 from pydantic import BaseModel
@@ -9,11 +13,12 @@ from api_schemas.rollouts import RolloutState
 from api_schemas.rollouts.tokens import RolloutMessages
 from api_schemas.rollouts.trees import RolloutNodes
 from rollout_service.http.keyring import Role
+from rollout_service.server.dashboard.saved_page import saved_page
 from rollout_service.server.trajectories import outline, token_range
 from tests.browser.rollouts.test_hostile_trajectory import ID as HOSTILE
 from tests.browser.rollouts.test_hostile_trajectory import TEXT, hostile
 from tests.support.browser.axe import violations
-from tests.support.browser.saved import save
+from tests.support.browser.fake_service import FakeService
 from tests.support.browser.trajectories import CannedRollout, CannedSegment, coding_rollout, words
 from tests.support.store import trees
 
@@ -21,6 +26,26 @@ pytestmark = pytest.mark.browser
 
 ID = "math-7.g12.s3"
 TABS = ["conversation", "tokens", "prompts", "raw"]
+
+
+def save(rollout: CannedRollout, folder: Path, more: Mapping[str, BaseModel] | None = None) -> str:
+    """Write the file, with `more` answers by their paths below the rollout's, and return its address."""
+    service = FakeService()
+    rollout.serve(service)
+    answers = {request.removeprefix("GET /"): body for request, (_, body) in service.answers.items()}
+    answers["about"] = orjson.dumps(
+        {"rollout_id": rollout.rollout_id, "saved_at": "2026-03-05T12:00:00Z", "version": "0.1.0"}
+    )
+    path = f"v1/rollouts/{rollout.rollout_id}"
+    trajectory = rollout.trajectory()
+    for index, segment in enumerate(rollout.segments):
+        count = len(segment.pieces)
+        tokens = rollout.tokens(trajectory, index, 0, count)
+        answers[f"{path}/tokens?segment={index}&start=0&count={count}"] = tokens.model_dump_json().encode()
+    answers |= {f"{path}/{name}": answer.model_dump_json().encode() for name, answer in (more or {}).items()}
+    file = folder / f"{rollout.rollout_id}.html"
+    file.write_bytes(saved_page(f"Rollout {rollout.rollout_id}", answers))
+    return file.as_uri()
 
 
 @pytest.fixture

@@ -73,10 +73,7 @@ def _check(config: Path | None, state_dir: Path | None, *, as_json: bool) -> int
     from rollout_service.settings import load_settings
 
     checks = check_machine(load_settings(config, state_dir=state_dir))
-    if as_json:
-        common.print_json(checks)
-    else:
-        _show(checks, common.out())
+    common.print_json(checks) if as_json else _show(checks, common.out())
     return 1 if any(check.state == "missing" for check in checks) else 0
 
 
@@ -87,10 +84,7 @@ def _compare(batch: Path, model: Path, temperature: float, output: Path | None, 
     found = doctor_batch.report(arrays, tokens)
     if output is not None:
         doctor_batch.write_tokens(tokens, output)
-    if as_json:
-        common.print_json(found)
-    else:
-        doctor_batch.show(found, common.out())
+    common.print_json(found) if as_json else doctor_batch.show(found, common.out())
     return 0
 
 

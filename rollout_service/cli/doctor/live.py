@@ -203,10 +203,7 @@ def check_live(
             hint="Is it running, and is this its state folder (--state-dir)? If its process is there, send it "
             f"SIGUSR1: it writes the stacks of all threads to {folder / STACKS}.",
         )
-    if as_json:
-        common.print_json(report.as_dict())
-    else:
-        show(report, common.out(), stacks=stacks)
+    common.print_json(report.as_dict()) if as_json else show(report, common.out(), stacks=stacks)
     return 1 if report.is_wrong else 0
 
 

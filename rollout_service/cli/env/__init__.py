@@ -60,10 +60,7 @@ async def list_environments(url: ServerUrl = None, key: Key = None, as_json: AsJ
     else:
         async with common.connect(url, key) as client:
             specs = [found.model_dump(mode="json") for found in await client.environments()]
-    if as_json:
-        common.print_json(specs)
-    else:
-        common.out().print(environment_table(specs))
+    common.print_json(specs) if as_json else common.out().print(environment_table(specs))
 
 
 @app.command("new", epilog="Example: rollout-service env new word-count --folder environments")
@@ -205,10 +202,7 @@ def check(
 
         pools = PoolModels.read(pool_model, pool_script, url, key)
         report = with_solutions(report, environment, limit=limit, at_once=at_once, good=good, pools=pools)
-    if as_json:
-        common.print_json(report)
-    else:
-        report.show(common.out())
+    common.print_json(report) if as_json else report.show(common.out())
     return 1 if report.findings else 0
 
 

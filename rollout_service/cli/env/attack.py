@@ -55,10 +55,7 @@ async def attack(
             models=models,
             on_outcome=lambda done: _show_progress(done, len(chosen)),
         )
-    if as_json:
-        common.print_json(report.as_dict())
-    else:
-        show(report, common.out())
+    common.print_json(report.as_dict()) if as_json else show(report, common.out())
     return 1 if report.broken else 0
 
 

@@ -45,10 +45,7 @@ async def audit(
         )
     if backend is not None:
         await _ask_policy(report, environment, data, runs, backend, pools)
-    if as_json:
-        common.print_json(report.as_dict())
-    else:
-        show(report, common.out())
+    common.print_json(report.as_dict()) if as_json else show(report, common.out())
     return 1 if report.findings else 0
 
 

@@ -71,10 +71,7 @@ def prepare(part: DatasetPart, *, bases: Mapping[str, str], jobs: int | None, as
     done.failures += [_failure(missing[one.name].instance, one.name, one.error) for one in built.failed]
     if settings.layers_budget_bytes is not None and missing:
         image_builder(settings).layers.prune(settings.layers_budget_bytes)
-    if as_json:
-        common.print_json(done)
-    else:
-        done.show()
+    common.print_json(done) if as_json else done.show()
     return 1 if done.failures else 0
 
 

@@ -135,11 +135,8 @@ class Supervisor:
             yield
             return
         try:
-            redis = redis_child(self.folder, self.spec)
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(redis.keep_running)
+            async with self._running([redis_child(self.folder, self.spec)]):
                 yield
-                redis.stopping.set()
         finally:
             claim.release()
 

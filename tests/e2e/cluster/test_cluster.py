@@ -62,6 +62,10 @@ class Nodes:
         eventually(condition, self.services.values())
         return time.monotonic() - began
 
+    def wait_until_halfway(self, name: str) -> None:
+        """Wait until some rollouts have ended, and a node works on others."""
+        self.eventually(lambda: self.first.counts().get("completed", 0) >= 5 and self.view(name)["rollouts"] > 0)
+
     def check_each_ends_once(self, ids: list[str]) -> None:
         self.eventually(lambda: self.first.counts().get("completed") == len(ids))
         assert self.first.ends() == Counter(ids)
@@ -92,9 +96,8 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
 def test_a_killed_node_loses_nothing_and_a_leader_is_followed(nodes, record_property):
     nodes.eventually(lambda: len(nodes.leaders()) == 1)
     [victim] = nodes.leaders()
-    ids = nodes.submit(24)
-    nodes.eventually(lambda: len(nodes.first.ends()) >= 5)
-    nodes.eventually(lambda: nodes.view(victim)["rollouts"] > 0)
+    ids = nodes.submit(40)
+    nodes.wait_until_halfway(victim)
     killed = nodes.services.pop(victim)
     killed.stop(signal.SIGKILL)
     killed.ended(30)
@@ -114,7 +117,7 @@ def test_a_killed_node_loses_nothing_and_a_leader_is_followed(nodes, record_prop
 @LONG
 def test_a_node_that_slept_writes_over_no_result_and_joins_again(nodes):
     ids = nodes.submit(40)
-    nodes.eventually(lambda: nodes.view("n3")["rollouts"] > 0 and len(nodes.first.ends()) >= 5)
+    nodes.wait_until_halfway("n3")
     nodes.services["n3"].stop(signal.SIGSTOP)
     nodes.eventually(nodes.dead)
     nodes.eventually(lambda: nodes.first.counts().get("completed") == len(ids))

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -18,13 +17,13 @@ from rich.text import Text
 from typer.testing import CliRunner
 
 from api_schemas.errors import Boundary, ErrorInfo
-from api_schemas.rollouts import Rollout, RolloutState
-from api_schemas.tasks import Task
+from api_schemas.rollouts import RolloutState
 from rollout_service.base.terminal_text import escape_controls, escape_controls_in_json
 from rollout_service.cli import app, common
 from rollout_service.cli.console import SafeConsole
 from rollout_service.cli.show.trajectory import render_rollout
 from rollout_service.environments.contract import EnvironmentSpec
+from tests.support import samples
 from tests.support.logging_of_service import logged
 from tests.support.web_server import Answer, Asked, web_server
 
@@ -155,31 +154,9 @@ class Words:
 
 
 def test_a_trajectory_and_its_error_are_shown_as_text(capsys):
-    rollout = Rollout.model_validate(
-        {
-            "rollout_id": "r-1",
-            "state": RolloutState.FAILED,
-            "task": Task(environment="calc"),
-            "pool": "policy",
-            "error": ErrorInfo(code="x", boundary=Boundary.SANDBOX, message=EVIL),
-            "created_at": datetime(2026, 1, 1, tzinfo=UTC),
-            "trajectory": {
-                "segments": [
-                    {
-                        "token_ids": [0, 0],
-                        "loss_mask": [0, 1],
-                        "logprobs": [0.0, -0.5],
-                        "versions": [-1, 1],
-                        "turn_ids": [-1, 0],
-                        "fork_reason": "first",
-                    }
-                ],
-                "messages": [],
-                "finish_reasons": ["stop"],
-                "fork_counts": {"first": 1},
-            },
-        }
-    )
+    segment = samples.segment([0, 0], [0, 1], logprobs=[0.0, -0.5], versions=[-1, 1])
+    error = ErrorInfo(code="x", boundary=Boundary.SANDBOX, message=EVIL)
+    rollout = samples.rollout(state=RolloutState.FAILED, error=error, trajectory=samples.trajectory(segment))
     common.out().print(render_rollout(rollout, Words()))
     common.print_json(rollout.model_dump(mode="json"))
     shown = capsys.readouterr().out

@@ -143,9 +143,7 @@ async def test_a_controller_that_does_not_answer_is_asked_again_to_requeue_the_j
     assert asked == ["--oneliner", "--oneliner", "requeue", "--oneliner", "requeue"]
 
 
-def test_more_nodes_are_like_the_first_without_its_engines_gpus_and_options(tmp_path):
-    folder = JobFolder(tmp_path / "mine")
-    folder.create()
+def test_more_nodes_are_like_the_first_without_its_engines_gpus_and_options(folder):
     resources = {"cpus": 8, "gpus": 2, "partition": "gpu", "directives": ["--nodelist=n1"]}
     first = JobSpec(
         name="mine",
@@ -379,9 +377,8 @@ def test_a_folder_is_private_and_keeps_its_key(folder):
     assert folder.path.stat().st_mode & 0o077 == folder.key_file.stat().st_mode & 0o077 == 0
 
 
-async def test_a_trainer_that_does_not_end_keeps_no_job_from_the_queue(tmp_path, monkeypatch):
-    folder, started = JobFolder(tmp_path), tmp_path / "started"
-    folder.create()
+async def test_a_trainer_that_does_not_end_keeps_no_job_from_the_queue(folder, tmp_path, monkeypatch):
+    started = tmp_path / "started"
     trainer = ["bash", "-c", f"trap '' TERM; touch {started}; while sleep 0.05; do :; done"]
     job = supervisor.Supervisor(folder, JobSpec(name="job", trainer=trainer))
 

@@ -32,10 +32,26 @@ SPEC = JobSpec(name="job", joinable=True)
 LONG = "qwen3-8b-swe-rebench-grpo-lr1e-6-kl0-seed-42-run-3"
 
 
+def submitted(path: Path) -> JobFolder:
+    folder = JobFolder(path)
+    folder.create()
+    folder.save(Submitted(job="1", spec=JobSpec(name=path.name, joinable=True)))
+    return folder
+
+
+def answer_with(monkeypatch, states):
+    """Let Slurm answer with these states of a job, one after another; None for no answer."""
+
+    async def state_of(job):
+        if (state := next(states)) is None:
+            raise ConfigurationError("Unable to contact slurm controller")
+        return commands.JobState(job, state)
+
+    monkeypatch.setattr(commands, "job_state", state_of)
+
+
 async def test_a_node_of_a_job_with_a_long_name_can_join_and_is_found(tmp_path, monkeypatch):
-    home = JobFolder(tmp_path / LONG)
-    home.create()
-    home.save(Submitted(job="1", spec=JobSpec(name=LONG, joinable=True)))
+    home = submitted(tmp_path / LONG)
     spec = spec_of_more(home, {}, {})
     scaler, asked = Scaler(home, spec, ScaleOptions(), print), []
     added = scaler.folder(1)
@@ -59,9 +75,7 @@ async def test_a_node_of_a_job_with_a_long_name_can_join_and_is_found(tmp_path, 
 @pytest.mark.parametrize("most", ["1", "10"])
 def test_a_job_whose_name_has_no_room_for_a_number_is_not_scaled(tmp_path, monkeypatch, most):
     name = "a" * 57
-    home = JobFolder(tmp_path / name)
-    home.create()
-    home.save(Submitted(job="1", spec=JobSpec(name=name, joinable=True)))
+    submitted(tmp_path / name)
 
     async def nodes():
         return []
@@ -72,9 +86,7 @@ def test_a_job_whose_name_has_no_room_for_a_number_is_not_scaled(tmp_path, monke
 
 
 async def test_more_nodes_are_ended_once_the_folder_of_the_job_is_removed(tmp_path, monkeypatch):
-    home, told, looks = JobFolder(tmp_path / "mine"), [], iter([OSError("stale"), ConfigurationError("busy")])
-    home.create()
-    home.save(Submitted(job="1", spec=JobSpec(name="mine", joinable=True)))
+    home, told, looks = submitted(tmp_path / "mine"), [], iter([OSError("stale"), ConfigurationError("busy")])
     scaler = Scaler(home, spec_of_more(home, {}, {}), ScaleOptions(), told.append, interval_seconds=0.0)
 
     async def state(job):
@@ -96,10 +108,9 @@ async def test_more_nodes_are_ended_once_the_folder_of_the_job_is_removed(tmp_pa
     assert told[3:] == ["job mine is over", "end mine-more-1 (job 17_1)", "cancelled 17_1"]
 
 
-async def test_a_redis_that_somebody_ends_in_order_is_started_again(tmp_path, monkeypatch):
+async def test_a_redis_that_somebody_ends_in_order_is_started_again(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(children, "FIRST_PAUSE_SECONDS", 0.001)
-    folder, program, runs = JobFolder(tmp_path / "job"), tmp_path / "redis-server", tmp_path / "runs"
-    folder.create()
+    program, runs = tmp_path / "redis-server", tmp_path / "runs"
     program.write_text(f"#!/bin/sh\necho run >>{runs}\n")
     program.chmod(0o700)
     redis = redis_child(folder, SPEC.model_copy(update={"redis_server": str(program)}))
@@ -134,9 +145,8 @@ async def test_a_redis_whose_port_is_taken_moves_to_another_and_the_nodes_follow
     assert urlsplit(redis_address(folder, spec)).port != first.port
 
 
-async def test_a_job_lists_no_part_that_an_earlier_job_of_its_folder_has_left(tmp_path, monkeypatch):
-    folder, listed = JobFolder(tmp_path), []
-    folder.create()
+async def test_a_job_lists_no_part_that_an_earlier_job_of_its_folder_has_left(folder, monkeypatch):
+    listed = []
     folder.save(Submitted(job="", spec=JobSpec(name="job")))
     for number in ("6", "7"):  # the earlier job may have been this one, before it was requeued
         for kind in ("nodes", "engines"):
@@ -189,13 +199,10 @@ async def test_two_jobs_never_work_in_one_folder(folder, monkeypatch, known, sta
     part = Published(name="n6", url="http://n6:1", job="6")
     folder.publish("nodes", part)
 
-    async def state_of(job):
-        return commands.JobState(job, state)
-
     async def run(self):
         return 0
 
-    monkeypatch.setattr(commands, "job_state", state_of)
+    answer_with(monkeypatch, iter([state]))
     monkeypatch.setattr(supervisor.Supervisor, "run", run)
     variables = {"JOB_NODELIST": "n7", "JOB_ID": "7", "ARRAY_JOB_ID": "5", "ARRAY_TASK_ID": "2"}
     for name, value in variables.items():
@@ -208,9 +215,8 @@ async def test_two_jobs_never_work_in_one_folder(folder, monkeypatch, known, sta
         assert await supervisor.run_job(folder) == 0
 
 
-async def test_a_folder_that_fails_for_a_moment_ends_no_job(tmp_path, monkeypatch):
-    folder, readings = JobFolder(tmp_path), iter([OSError(errno.ESTALE, "Stale file handle")] * 2)
-    folder.create()
+async def test_a_folder_that_fails_for_a_moment_ends_no_job(folder, monkeypatch):
+    readings = iter([OSError(errno.ESTALE, "Stale file handle")] * 2)
     registered, failed = anyio.Event(), anyio.Event()
 
     def records(self, kind):
@@ -237,9 +243,7 @@ async def test_a_folder_that_fails_for_a_moment_ends_no_job(tmp_path, monkeypatc
             tasks.cancel_scope.cancel()
 
 
-def test_a_job_is_not_submitted_from_a_folder_without_room(tmp_path, monkeypatch):
-    JobFolder(tmp_path / "job").create()
-
+def test_a_job_is_not_submitted_from_a_folder_without_room(folder, tmp_path, monkeypatch):
     def write(path, text):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -258,17 +262,9 @@ async def test_a_tunnel_goes_on_while_the_folder_cannot_be_read(tmp_path, monkey
     assert await relay._connect(JobFolder(tmp_path)) is None
 
 
-def test_waiting_for_a_job_goes_on_while_the_controller_starts_again(tmp_path, monkeypatch):
-    folder, answers = JobFolder(tmp_path / "job"), iter(["RUNNING", None, None, "COMPLETED"])
-    folder.create()
+def test_waiting_for_a_job_goes_on_while_the_controller_starts_again(folder, tmp_path, monkeypatch):
     folder.save(Submitted(job="7", spec=SPEC))
-
-    async def state_of(job):
-        if (state := next(answers)) is None:
-            raise ConfigurationError("Unable to contact slurm controller")
-        return commands.JobState(job, state)
-
-    monkeypatch.setattr(commands, "job_state", state_of)
+    answer_with(monkeypatch, iter(["RUNNING", None, None, "COMPLETED"]))
     monkeypatch.setattr(watch, "POLL_SECONDS", 0.0)
     said = CliRunner().invoke(app, ["slurm", "status", "job", "--folder", str(tmp_path), "--wait", "60"])
     assert ("job 7 COMPLETED" in said.output, said.exit_code) == (True, 1), said.output

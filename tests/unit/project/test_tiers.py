@@ -1,4 +1,4 @@
-"""The plug-ins of the test suite: tiers, leftovers, reports and blocks of pages."""
+"""The plug-ins of the test suite: tiers, workers, leftovers, reports and blocks of pages."""
 
 import json
 import os
@@ -33,6 +33,7 @@ def test_first(): pass
 """
 PAST = "1"
 FUTURE = "1e12"
+WORKERS = ("--dist", "loadgroup", "--no-loadscope-reorder", "-n")
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ def run(folder: Path, *arguments: str) -> tuple[list[str], str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [(), ("-n", "1", "--dist", "loadgroup", "--no-loadscope-reorder")])
+@pytest.mark.parametrize("workers", [(), (*WORKERS, "1")])
 def test_without_time_the_second_tier_is_named_and_neither_passed_nor_failed(suite, workers):
     ran, said = run(suite, *workers, "--begin-until", PAST)
     assert ran == ["test_a_first", "test_b_first"]
@@ -79,8 +80,7 @@ def test_without_time_the_second_tier_is_named_and_neither_passed_nor_failed(sui
 
 @pytest.mark.slow
 def test_the_first_tier_comes_first_and_then_what_the_last_commits_touched(suite):
-    one_worker = ("-n", "1", "--dist", "loadgroup", "--no-loadscope-reorder")
-    ran, said = run(suite, *one_worker, "--begin-until", FUTURE)
+    ran, said = run(suite, *WORKERS, "1", "--begin-until", FUTURE)
     assert [name[5:] for name in ran] == ["a_first", "b_first", "b_second", "b_other", "a_second", "a_other"]
     assert (suite / ".cache" / "tests-not-run.txt").read_text() == ""
     assert "not run" not in said
@@ -109,6 +109,60 @@ def test_a_module_whose_parameters_are_marked_elsewhere_is_in_both_tiers(tmp_pat
     (tmp_path / "test_places.py").write_text(IMPORTING)
     _, said = run(tmp_path, "--tier", tier)
     assert f" {count} passed" in said
+
+
+TESTS = """
+import pytest
+
+def test_quick(): pass
+
+@pytest.mark.xdist_group("engine")
+def test_grouped(): pass
+
+@pytest.mark.slow
+def test_slow(): pass
+
+@pytest.mark.slow(seconds=60)
+def test_long(): pass
+"""
+GROUPED = """
+import pytest
+
+@pytest.mark.xdist_group("engine")
+@pytest.mark.slow(seconds=90)
+def test_of_the_same_group(): pass
+"""
+SHARING = """
+import pytest
+
+@pytest.fixture(scope="module")
+def server(): return object()
+
+@pytest.fixture
+def client(server): return server
+
+@pytest.mark.parametrize("number", range(4))
+def test_shared(client, number): pass
+
+def test_without_it(): pass
+"""
+
+
+@pytest.mark.slow
+def test_a_worker_gets_the_longest_tests_and_groups_first(tmp_path):
+    for name, text in (("a", TESTS), ("b", GROUPED)):
+        (tmp_path / f"test_{name}.py").write_text(text)
+    ran, _ = run(tmp_path, *WORKERS, "1")
+    assert [name[7:].partition("@")[0] for name in ran] == ["grouped", "of_the_same_group", "long", "quick", "slow"]
+
+
+@pytest.mark.slow
+def test_tests_that_share_a_fixture_of_their_module_go_to_one_worker(tmp_path):
+    (tmp_path / "test_a.py").write_text(SHARING)
+    _, said = run(tmp_path, *WORKERS, "2")
+    assert len(set(re.findall(r"\[(gw\d)\].*PASSED \S+::test_shared", said))) == 1
+    assert said.count("@test_a") == 8  # begun and passed
+    assert "test_without_it@" not in said
 
 
 STUBBORN = "import signal as s, time; s.signal(s.SIGTERM, s.SIG_IGN); print('ready', flush=True); time.sleep(99)"

@@ -48,9 +48,7 @@ PAUSE_SECONDS = 0.05
 @router.get(
     "/events",
     response_class=Response,
-    responses=media_response(
-        EVENT_STREAM, "Server-sent events; the data of each is an `Event` in JSON.", schema={"type": "string"}
-    ),
+    responses=media_response("Server-sent events; the data of each is an `Event` in JSON.", EVENT_STREAM),
 )
 async def stream_events(
     service: ServiceDep,

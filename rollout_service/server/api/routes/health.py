@@ -48,7 +48,7 @@ async def get_readiness(service: ServiceDep, response: Response) -> Readiness:
 @router.get(
     "/metrics",
     response_class=Response,
-    responses=media_response(CONTENT_TYPE_LATEST, "Metrics in Prometheus's text format.", schema={"type": "string"}),
+    responses=media_response("Metrics in Prometheus's text format.", CONTENT_TYPE_LATEST),
 )
 async def get_metrics(service: ServiceDep) -> Response:
     """Read the service's metrics, for a Prometheus scrape. With keys configured it needs one; any role will do."""

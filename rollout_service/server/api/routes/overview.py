@@ -42,9 +42,7 @@ async def get_overview(service: ServiceDep, http: Request) -> Response:
     "/overview/stream",
     response_class=Response,
     responses=media_response(
-        EVENT_STREAM,
-        "Server-sent events of the kind `overview`; the data of each is an `Overview` in JSON.",
-        schema={"type": "string"},
+        "Server-sent events of the kind `overview`; the data of each is an `Overview` in JSON.", EVENT_STREAM
     ),
 )
 async def stream_overview(service: ServiceDep) -> Response:

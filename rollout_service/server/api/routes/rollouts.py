@@ -50,7 +50,7 @@ router = APIRouter(prefix="/v1", tags=["rollouts"], route_class=StrictRoute)
 
 MAX_WAIT_SECONDS = 3_600.0
 CURSOR = r"^[0-9bx]{1,18}(\.[0-9bx]{1,18}){0,15}$"
-_ATTEMPTS = media_response(EXPORT_MEDIA_TYPE, "One `RolloutAttempts` per line.", schema={"type": "string"})
+_ATTEMPTS = media_response("One `RolloutAttempts` per line.", EXPORT_MEDIA_TYPE)
 
 
 @router.post(

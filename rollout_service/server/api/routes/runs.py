@@ -38,6 +38,7 @@ from rollout_service.http.requests import cancel_on_disconnect
 from rollout_service.runs.delivery import RunOverError, RunWithoutBatchesError
 from rollout_service.runs.planning import RunStoppedError
 from rollout_service.server.api.routes.support.route import (
+    BINARY,
     ServiceDep,
     StrictRoute,
     as_json,
@@ -56,12 +57,10 @@ MAX_WAIT_SECONDS = 3_600.0
 MAX_LEASE_SECONDS = 86_400.0
 GZIP_MEDIA_TYPE = "application/gzip"
 
-_LINES = {"type": "string"}
-_EXPORT = media_response(EXPORT_MEDIA_TYPE, "The rollouts, one JSON document per line.", schema=_LINES)
-_EXPORT[200]["content"] |= media_response(GZIP_MEDIA_TYPE, "")[200]["content"]
-_ARRAYS = media_response(BINARY_MEDIA_TYPE, "The batch.")
-_ARRAYS[200]["content"] |= media_response(COMPRESSED_MEDIA_TYPE, "")[200]["content"]
-_RESCORED = media_response(EXPORT_MEDIA_TYPE, "One `Rescored` per line, then a `RescoreEnd`.", schema=_LINES)
+_EXPORT = media_response("The rollouts, one JSON document per line.", EXPORT_MEDIA_TYPE)
+_EXPORT[200]["content"] |= media_response("", GZIP_MEDIA_TYPE, schema=BINARY)[200]["content"]
+_ARRAYS = media_response("The batch.", BINARY_MEDIA_TYPE, COMPRESSED_MEDIA_TYPE, schema=BINARY)
+_RESCORED = media_response("One `Rescored` per line, then a `RescoreEnd`.", EXPORT_MEDIA_TYPE)
 
 
 @router.post(

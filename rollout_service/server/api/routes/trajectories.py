@@ -74,7 +74,7 @@ async def get_tokens(
 @router.get(
     "/rollouts/{rollout_id}/page",
     response_class=Response,
-    responses=media_response("text/html", "The file.", schema={"type": "string"}) | raises(NotFoundError),
+    responses=media_response("The file.", "text/html") | raises(NotFoundError),
 )
 async def get_page(service: ServiceDep, http: Request, rollout_id: RolloutId) -> Response:
     """Read the page of a rollout that has ended as one HTML file, to send or to keep.

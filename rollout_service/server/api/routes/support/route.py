@@ -38,6 +38,7 @@ MAX_MEMBERS = 50_000
 BODY_IS_PARSED = "body_is_parsed"
 """In the scope's state: called once a body takes no memory any more beside its values."""
 PROBLEM_SCHEMA = "#/components/schemas/Problem"
+TEXT = {"type": "string"}
 BINARY = {"type": "string", "format": "binary"}
 
 Responses = dict[int | str, dict[str, Any]]
@@ -165,9 +166,9 @@ def extra_response(status: HTTPStatus, model: type[BaseModel] | None, descriptio
     return {int(status): {"description": description, **body}}
 
 
-def media_response(media_type: str, description: str, *, schema: dict[str, Any] | None = None) -> Responses:
-    """Declare a media type other than JSON; binary without a schema."""
-    content = {media_type: {"schema": BINARY if schema is None else schema}}
+def media_response(description: str, *media_types: str, schema: dict[str, str] = TEXT) -> Responses:
+    """Declare an answer that is not JSON, in whichever of its media types the client asks for."""
+    content = {media_type: {"schema": schema} for media_type in media_types}
     return {int(HTTPStatus.OK): {"description": description, "content": content}}
 
 
