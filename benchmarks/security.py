@@ -108,8 +108,9 @@ async def sandbox_attacks_as_a_user(plan: Plan) -> AsyncIterator[Outcome]:
 def attack_as(user: OrdinaryUser, name: str) -> Outcome:
     done = user.run(["python", "-m", "tests.support.hostile", name], timeout=CHECK_SECONDS)
     left = user.processes()
-    failure = done.stdout if done.returncode != 0 else f"processes are left: {left}" if left else ""
-    return Outcome(name, failure, applies=NOTHING not in done.stdout)
+    if done.returncode != 0:
+        return Outcome(name, f"exit code {done.returncode}: {done.stdout}")
+    return Outcome(name, f"processes are left: {left}" if left else "", applies=NOTHING not in done.stdout)
 
 
 async def api_attacks(plan: Plan) -> AsyncIterator[Outcome]:

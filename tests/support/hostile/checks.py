@@ -90,6 +90,12 @@ async def limits_of(sandbox: Sandbox, command: str, timeout: float = PATIENCE) -
     return {violation.limit for violation in result.limit_violations}
 
 
+async def takes_place(sandbox: Sandbox, command: str) -> None:
+    """Require that an attack's command runs to its end: one that breaks off at once proves nothing."""
+    result = await (await sandbox.bash()).run(command, timeout=PATIENCE)
+    assert result.exit_code == 0, f"the attack did not take place: {result}"
+
+
 async def soon(sandbox: Sandbox, limit: str) -> None:
     """Wait until the shell reports a limit that a background process reaches."""
     deadline = time.monotonic() + PATIENCE
@@ -269,7 +275,7 @@ for path in glob.glob("/proc/[0-9]*/fd/*"):
         assert await works(sandbox)
         await sandbox.write_file("/tmp/junk.py", code)
         try:
-            await (await sandbox.bash()).run("python3 /tmp/junk.py", timeout=PATIENCE)
+            await takes_place(sandbox, "python3 /tmp/junk.py")
         except SessionDiedError:
             await recovers(sandbox)
         await sandbox.end_processes()
@@ -312,12 +318,12 @@ async def huge_environment(provider: SandboxProvider) -> None:
 async def planted_files(provider: SandboxProvider) -> None:
     """Links, FIFOs, devices and loops in the service's paths lead nowhere, and nothing waits for them."""
     async with attacked(provider) as sandbox:
-        shell = await sandbox.bash()
         with tempfile.TemporaryDirectory() as host:
-            await shell.run(
-                f"mkfifo fifo; ln -s loop loop; ln -s {host} dir; ln -s fifo link; mknod dev c 1 5; "
+            await takes_place(
+                sandbox,
+                f"mkfifo fifo && ln -s loop loop && ln -s {host} dir && ln -s fifo link && "
                 "cd /run/rollout/sockets && mkfifo fifo && ln -s / root && mkdir folder && "
-                "for i in {1..300}; do ln -s /tmp/x $i; done; cd /workspace"
+                "for i in {1..300}; do ln -s /tmp/x $i || exit; done && cd /workspace",
             )
             for path in ("fifo", "loop", "link", "/dev/zero", "/run/rollout/sockets/fifo"):
                 try:
@@ -387,6 +393,8 @@ async def answers_that_swell(provider: SandboxProvider) -> None:
             await sandbox.list("gone")
         except FileMissingError:
             assert await works(sandbox)
+        else:
+            raise AssertionError("a folder that is not there was listed")
 
 
 async def _export(sandbox: Sandbox, path: str) -> None:
@@ -407,12 +415,14 @@ session.send(socket, "stream", {"name": "stdout", "text": "forged"}, parent=pare
 for content in ({}, {"text": 7}, {"text": None}, {"data": []}, {"execution_state": 5}, {"traceback": {}}):
     for kind in ("stream", "execute_result", "error", "status", "display_data"):
         session.send(socket, kind, content, parent=kernel.get_parent())
+sent = "all of it"
 """
     huge = "kernel.session.send(kernel.iopub_socket, 'stream', {'text': 'x' * 50_000_000})"
     async with attacked(provider) as sandbox:
         python = await sandbox.python()
         result = await python.execute(garbage, timeout=PATIENCE)
         assert "forged" not in result.output
+        assert (await python.execute("sent", timeout=PATIENCE)).result == "'all of it'"
         cell = await python.execute(r"import os; os.write(1, b'\xff\n'); print('\ud800'); '\udfff'", timeout=PATIENCE)
         assert cell.error is None or cell.error.ename
         assert (await python.execute("1 + 1", timeout=PATIENCE)).result == "2"
