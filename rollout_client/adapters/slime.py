@@ -32,6 +32,7 @@ import anyio
 import httpx
 
 from api_schemas.rollouts import Rollout, RolloutRequest
+from rollout_client._connection import find_proxy
 from rollout_client.adapters.engines import TrainerEngines
 from rollout_client.adapters.samples import CUT_OFF, Sample, last_said, samples_of
 from rollout_client.adapters.submit import NoRewardError, RolloutSubmitter
@@ -71,7 +72,8 @@ class Router:
         return self.addresses
 
     async def _addresses(self) -> Sequence[str]:
-        async with httpx.AsyncClient(base_url=self.url) as client:
+        proxy = find_proxy(httpx.URL(self.url))
+        async with httpx.AsyncClient(base_url=self.url, proxy=proxy, trust_env=False) as client:
             answer = await client.get("/workers")
             if answer.status_code != httpx.codes.NOT_FOUND:
                 return [one["url"] for one in answer.raise_for_status().json()["workers"]]

@@ -18,7 +18,9 @@ from sandboxes.errors import ImageError, ImageNotFoundError
 
 INDEX, LAYOUT, MANIFEST, REPOSITORIES = "index.json", "oci-layout", "manifest.json", "repositories"
 REF_NAMES = ("io.containerd.image.name", "org.opencontainers.image.ref.name")
-BROKEN = (OSError, EOFError, tarfile.TarError, zlib.error, lzma.LZMAError, ValueError)
+MALFORMED = (AttributeError, IndexError, KeyError, RecursionError, TypeError)
+"""What documents of another form than theirs raise where they are read."""
+BROKEN = (OSError, EOFError, tarfile.TarError, zlib.error, lzma.LZMAError, ValueError, *MALFORMED)
 
 DOCUMENT_LIMIT = 8 * 1024 * 1024
 
@@ -57,21 +59,31 @@ def read_archive(path: Path) -> ImageArchive:
         ImageNotFoundError: There is no such file.
         ImageError: It is not an archive of images.
     """
-    documents: dict[str, Any] = {}
-    plain = True
     try:
-        with tarfile.open(path) as archive:
-            plain = not _is_compressed(path)
-            for member in archive:
-                name = member.name.removeprefix("./")
-                plain = plain and not member.name.startswith("./")
-                if name in {INDEX, LAYOUT, MANIFEST} and member.isreg() and member.size < DOCUMENT_LIMIT:
-                    file = archive.extractfile(member)
-                    documents[name] = json.loads(file.read()) if file is not None else None
+        found = _read(path)
     except FileNotFoundError as error:
         raise ImageNotFoundError(f"there is no {path}", hint="name an archive of images") from error
     except BROKEN as error:
         raise ImageError(f"cannot read the archive {path}: {error}", hint="name an archive of images") from error
+    if found is None:
+        raise ImageError(
+            f"{path} is not an archive of images: it has neither {INDEX} nor {MANIFEST}",
+            hint="`docker save` and `skopeo copy ... oci-archive:FILE` write such archives; "
+            "a root file system is a --tree",
+        )
+    return found
+
+
+def _read(path: Path) -> ImageArchive | None:
+    documents: dict[str, Any] = {}
+    with tarfile.open(path) as archive:
+        plain = not _is_compressed(path)
+        for member in archive:
+            name = member.name.removeprefix("./")
+            plain = plain and not member.name.startswith("./")
+            if name in {INDEX, LAYOUT, MANIFEST} and member.isreg() and member.size < DOCUMENT_LIMIT:
+                file = archive.extractfile(member)
+                documents[name] = json.loads(file.read()) if file is not None else None
     # `docker save` writes both kinds into one file since version 25.
     if isinstance(documents.get(MANIFEST), list) and documents[MANIFEST]:
         images = tuple(tuple(map(str, entry.get("RepoTags") or ())) for entry in documents[MANIFEST])
@@ -79,10 +91,7 @@ def read_archive(path: Path) -> ImageArchive:
     if isinstance(documents.get(INDEX), dict) and documents[INDEX].get("manifests"):
         images = tuple(tuple(_names(entry)) for entry in documents[INDEX]["manifests"])
         return ImageArchive(path, "oci-archive", images, plain)
-    raise ImageError(
-        f"{path} is not an archive of images: it has neither {INDEX} nor {MANIFEST}",
-        hint="`docker save` and `skopeo copy ... oci-archive:FILE` write such archives; a root file system is a --tree",
-    )
+    return None
 
 
 def single_image(archive: ImageArchive, tag: str | None, folder: Path) -> Path:

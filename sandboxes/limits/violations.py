@@ -130,8 +130,10 @@ class LimitMonitor:
     def _is_full(self) -> bool:
         if self._space is None:
             return False
-        found = os.fstatvfs(self._space)
-        return found.f_bavail == 0 or found.f_favail == 0
+        with suppress(OSError):  # what serves the file system has just ended
+            found = os.fstatvfs(self._space)
+            return found.f_bavail == 0 or found.f_favail == 0
+        return False
 
 
 class LimitViolations:

@@ -20,8 +20,8 @@ import signal
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -251,23 +251,31 @@ class Watchdog:
                     self._thread = None
                     return
                 wards = list(self._wards)
-            try:
+            with _surviving():
                 self._check(wards)
-            except Exception:
-                # Nothing would report the end of the thread, and its limits would no longer hold.
-                log.exception("could not check the limits of sandboxes; trying again")
 
     def _check(self, wards: list[WatchedSandbox]) -> None:
         begun = time.thread_time()
         now = time.monotonic()
         for ward in wards:
-            ward.check(now)
+            with _surviving():
+                ward.check(now)
         if needs_scan := [ward for ward in wards if ward.needs_scan]:
             processes = Processes()
             watches = watches_per_sandbox(len(wards))
             for ward in needs_scan:
-                ward.check_processes(processes, watches)
+                with _surviving():
+                    ward.check_processes(processes, watches)
         self.cost = time.thread_time() - begun
+
+
+@contextmanager
+def _surviving() -> Iterator[None]:
+    """Log an error: it must not end the checks of other sandboxes, nor the thread, whose end nothing would report."""
+    try:
+        yield
+    except Exception:
+        log.exception("could not check the limits of sandboxes; trying again")
 
 
 # The kernel counts the epoll watches of all sandboxes that share a user. If they run out, every program that needs one

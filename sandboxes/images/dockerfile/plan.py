@@ -7,7 +7,7 @@ start. Only FROM is expanded here, since a base brings its own variables.
 import platform
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from sandboxes.errors import DockerfileError
@@ -288,9 +288,9 @@ class _Planner:
         if "$" in name:
             raise self._error(one, f"--from={name}: variables mean nothing there", "write the stage's name")
         if name.isdecimal():
-            if int(name) >= len(self._stages):
-                raise self._error(one, f"there is no stage {name} before this one")
-            return self._stages[int(name)].name
+            with suppress(IndexError, ValueError):  # Python refuses thousands of digits
+                return self._stages[int(name)].name
+            raise self._error(one, f"there is no stage {name} before this one")
         return name.lower() if self._known(name.lower()) else name
 
     def require_pairs(self, one: Instruction) -> None:

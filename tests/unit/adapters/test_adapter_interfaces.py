@@ -263,6 +263,9 @@ async def test_slime_drops_a_group_with_a_rollout_without_a_reward(generate, mon
 
 async def test_slimes_router_may_be_silent_once_it_has_answered(monkeypatch, caplog):
     monkeypatch.setattr(slime, "ROUTER_SECONDS", -1.0)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # not for addresses of this machine
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
     answers = [500, 200, 500]
 
     def answer(asked: Asked) -> Answer:

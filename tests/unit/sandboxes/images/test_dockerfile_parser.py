@@ -387,6 +387,7 @@ def test_arguments_that_nothing_declares_are_told():
         ("FROM a\nCOPY --chmod=u+x x /x", 2, "not an octal mode"),
         ("FROM a\nCOPY --from=$X x /x", 2, "variables mean nothing"),
         ("FROM a\nCOPY --from=3 x /x", 2, "no stage 3"),
+        pytest.param(f"FROM a\nCOPY --from={'1' * 5000} x /x", 2, "no stage 1", id="digits"),
         ("FROM a\nCOPY x", 2, "a source and a destination"),
         ("FROM a\nCOPY 'x y", 2, "no end"),
         ("FROM a\nRUN --mount=type=secret,id=x true", 2, "type=secret cannot be had"),

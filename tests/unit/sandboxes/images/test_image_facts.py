@@ -392,3 +392,28 @@ def test_an_archive_of_other_things_is_refused(tmp_path):
         read_archive(make(tmp_path / "x.tar", other={}))
     with pytest.raises(ImageError, match="neither"):
         read_archive(make(tmp_path / "y.tar", manifest=[], index={}))
+
+
+@pytest.mark.parametrize(
+    "documents",
+    [
+        {"manifest": ["x"]},
+        {"manifest": [{"RepoTags": 7}]},
+        {"index": {"manifests": 7}},
+        {"index": {"manifests": {"a": 1}}},
+        {"index": {"manifests": [{"annotations": 7}]}},
+    ],
+)
+def test_an_archive_whose_documents_have_another_form_is_refused(tmp_path, documents):
+    with pytest.raises(ImageError, match="cannot read"):
+        single_image(read_archive(make(tmp_path / "x.tar", **documents)), None, tmp_path)
+
+
+def test_an_archive_with_a_bottomless_document_is_refused(tmp_path):
+    monster = b"[" * 200_000
+    with tarfile.open(tmp_path / "x.tar", "w") as tar:
+        member = tarfile.TarInfo("index.json")
+        member.size = len(monster)
+        tar.addfile(member, io.BytesIO(monster))
+    with pytest.raises(ImageError, match="cannot read"):
+        read_archive(tmp_path / "x.tar")

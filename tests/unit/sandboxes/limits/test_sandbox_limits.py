@@ -1,5 +1,6 @@
 """Control groups, the watchdog and estimates hold a sandbox to its limits, on files that look like the kernel's."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -266,6 +267,34 @@ def test_the_thread_ends_with_the_last_sandbox():
         time.sleep(0.01)
     watchdog.add(monitor)
     watchdog.close()
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_a_sandbox_that_cannot_be_checked_does_not_keep_others_from_that(monkeypatch, scan):
+    checked = []
+
+    def check(ward: WatchedSandbox, *args: object) -> None:
+        checked.append(ward)
+        if len(checked) == 1:
+            raise OSError("its file system is gone")
+
+    monkeypatch.setattr(WatchedSandbox, "check_processes" if scan else "check", check)
+    limits = ResourceLimits(1 << 40, None, None)
+    wards = [WatchedSandbox(LimitMonitor(limits, None, os.getpid(), None, Counter())) for _ in range(2)]
+    Watchdog()._check(wards)
+    assert checked == wards
+
+
+def test_a_file_system_whose_server_has_ended_is_not_full(monkeypatch, tmp_path):
+    monkeypatch.setattr("sandboxes.limits.violations._open_space", lambda *_: os.open(tmp_path, os.O_PATH))
+    monitor = LimitMonitor(NONE, None, None, tmp_path, Counter())
+
+    def gone(_: int) -> None:
+        raise OSError(errno.ENOTCONN, "transport endpoint is not connected")
+
+    monkeypatch.setattr(os, "fstatvfs", gone)
+    assert monitor.read_counts() == {}
+    monitor.close()
 
 
 def _threads() -> int:
