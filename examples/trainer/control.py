@@ -13,9 +13,7 @@ from numpy.typing import NDArray
 
 from api_schemas.runs import Advantages
 from rollout_client.arrays import BatchArrays
-
-_NO_SPREAD = 1e-6
-"""A standard deviation that is only rounding, in numbers of 32 bits."""
+from rollout_service.groups.statistics import group_normalized, leave_one_out
 
 
 def shuffled(arrays: BatchArrays, seed: int, kind: Advantages = Advantages.GROUP_NORM) -> BatchArrays:
@@ -27,23 +25,11 @@ def shuffled(arrays: BatchArrays, seed: int, kind: Advantages = Advantages.GROUP
     rewards[scored] = tensors["rewards"][random.permutation(scored)]
     starts = tensors["group_offsets"]
     groups = [rewards[begin:end] for begin, end in pairwise(starts)]
-    relative = _normalized if kind is Advantages.GROUP_NORM else _left_out
-    advantages = np.concatenate([relative(group) for group in groups])
+    advantages = np.concatenate([_relative(group, kind) for group in groups])
     return BatchArrays(arrays.batch, {**tensors, "rewards": rewards, "advantages": advantages})
 
 
-def _normalized(rewards: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return the distance of each reward from the group's mean, in standard deviations; NaN where there is none."""
-    scored = rewards[~np.isnan(rewards)]
-    if len(scored) < 2:
-        return np.full_like(rewards, np.nan)
-    centered = rewards - scored.mean()
-    return centered / scored.std() if scored.std() > _NO_SPREAD else 0.0 * centered
-
-
-def _left_out(rewards: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return the distance of each reward from the mean of the group's others; NaN where there is none."""
-    scored = rewards[~np.isnan(rewards)]
-    if len(scored) < 2:
-        return np.full_like(rewards, np.nan)
-    return (rewards - scored.mean()) * np.float32(len(scored) / (len(scored) - 1))
+def _relative(rewards: NDArray[np.float32], kind: Advantages) -> NDArray[np.float32]:
+    compute = group_normalized if kind is Advantages.GROUP_NORM else leave_one_out
+    found = compute([None if np.isnan(reward) else float(reward) for reward in rewards])
+    return np.array([np.nan if one is None else one for one in found], rewards.dtype)

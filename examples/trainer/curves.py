@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg  # draws to files and never opens a window
 from matplotlib.figure import Figure
 
@@ -95,14 +96,7 @@ def draw(points: Sequence[Point], names: Sequence[str], file: Path) -> Path:
     figure = Figure(figsize=(6.4, 4.0))
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    for name in names:
-        there = [(point["step"], point[name]) for point in points if name in point]
-        if not there:
-            continue
-        axes.plot([step for step, _ in there], [value for _, value in there], marker=".", label=name)
-    axes.set_xlabel("step")
-    axes.set_title(file.stem.replace("_", " "))
-    axes.grid(visible=True, alpha=0.3)
+    _plot(axes, file.stem, [(name, points, name) for name in names if any(name in point for point in points)])
     if axes.lines:
         axes.legend()
     figure.savefig(file, dpi=100)
@@ -119,18 +113,23 @@ def draw_multiples(trainings: Mapping[str, Sequence[Point]], names: Sequence[str
     FigureCanvasAgg(figure)
     grid = list(figure.subplots(rows, COLUMNS, squeeze=False).flat)
     for axes, name in zip(grid, names, strict=False):
-        for label, points in trainings.items():
-            there = [(point["step"], point[name]) for point in points if name in point]
-            axes.plot([step for step, _ in there], [value for _, value in there], marker=".", label=label)
-        axes.set_title(name.replace("_", " "))
-        axes.set_xlabel("step")
-        axes.grid(visible=True, alpha=0.3)
+        _plot(axes, name, [(label, points, name) for label, points in trainings.items()])
     for axes in grid[len(names) :]:
         axes.set_axis_off()
     if any(trainings):
         figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
     figure.savefig(file, dpi=100)
     return file
+
+
+def _plot(axes: Axes, title: str, curves: Iterable[tuple[str, Sequence[Point], str]]) -> None:
+    """Plot figures over the steps; each curve is its label, its points, and the name of its figure."""
+    for label, points, name in curves:
+        there = [point for point in points if name in point]
+        axes.plot([point["step"] for point in there], [point[name] for point in there], marker=".", label=label)
+    axes.set_title(title.replace("_", " "))
+    axes.set_xlabel("step")
+    axes.grid(visible=True, alpha=0.3)
 
 
 def _line(point: Point) -> str:

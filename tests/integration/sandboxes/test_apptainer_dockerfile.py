@@ -205,6 +205,7 @@ def test_only_what_changed_runs_again(store, context):
         ),
         ('FROM base\nRUN ["/no/such"]', ImageBuildError, "Dockerfile:2: .* 127\n/no/such: No such file"),
         ("FROM base\nUSER nobody-here\nRUN true", ImageBuildError, "Dockerfile:3: .* no user 'nobody-here'"),
+        pytest.param(f"FROM base\nUSER {'1' * 5000}\nRUN true", ImageBuildError, "Dockerfile:3: .* limit", id="digits"),
         ("FROM base\nRUN <<../x\n#!/bin/sh\n../x", DockerfileError, "Dockerfile:2: .* cannot have a slash"),
         ("FROM base\nCOPY missing /x", ImageNotFoundError, "'missing' is not in the context"),
         ("FROM base\nCOPY src/left.out /x", ImageNotFoundError, "leaves it out"),

@@ -11,3 +11,7 @@ with the one that started it.
 It runs `alone`, so calls of the kernel go through ctypes. Each module imports others at the start: later, the files of
 Python are gone.
 """
+
+
+class StepError(Exception):
+    """A step that cannot be done, for a reason that its author can change."""

@@ -1,6 +1,6 @@
 """Users of an image, which its own files describe."""
 
-from .errors import StepError
+from . import StepError
 
 
 class ImageUser:

@@ -6,8 +6,8 @@ import posixpath
 import sys
 import tarfile
 
+from . import StepError
 from .accounts import ImageUser
-from .errors import StepError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -19,16 +19,18 @@ from sandboxes.host.kernel_calls import (
     call,
     change_root,
     end_with_parent,
+    enter_user_namespace,
+    map_subordinate_ids,
     raise_loopback,
+    write,
 )
 
-from .errors import FullError, StepError
+from . import StepError
 from .files import Writer, send_files
 from .mounts import make_points, mount_system, remove_points
-from .namespaces import become_root, enter_namespaces
 from .overlay import CHANGES, ROOT, Layers, mount_image, paths_of
 from .program import execute, run_tool
-from .watch import watch
+from .watch import FullError, watch
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -54,9 +56,9 @@ class Step:
     def _enter(self) -> None:
         job, parent, layers = self._job, os.getppid(), Layers()
         network = CLONE_NEWNET if job["network"] == "none" else 0
-        enter_namespaces(job["ids"], CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | network)
+        _enter_namespaces(job["ids"], CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | network)
         layers.open(paths_of(job))
-        become_root(parent, groups=not self._single)
+        _become_root(parent, groups=not self._single)
         if network:
             raise_loopback()
         mount_image(job, layers)
@@ -72,7 +74,7 @@ class Step:
             end_with_parent()
             call("unshare", CLONE_NEWNS)
             status = self._inside()
-        except (StepError, OSError, tarfile.TarError) as error:
+        except (StepError, OSError, OverflowError, ValueError, tarfile.TarError) as error:
             say(self._report, {"error": str(error)})
         finally:
             sys.stdout.flush()
@@ -94,6 +96,39 @@ class Step:
             os.makedirs(posixpath.normpath(posixpath.join(job["cwd"], job["dest"])), exist_ok=True)
             return 0
         return execute(job, single=self._single)
+
+
+def _enter_namespaces(ids: "dict[str, Any]", others: int) -> None:
+    """Enter a user namespace and others.
+
+    The ids are mapped by this process's user if that is root, else by the host's setuid programs.
+    """
+    user, group = os.geteuid(), os.getegid()
+
+    def map_ids(process: int) -> int:
+        if ids["kind"] == "subordinate":
+            return map_subordinate_ids(process, ids["users"], ids["groups"])
+        if ids["kind"] == "single":
+            write(f"/proc/{process}/setgroups", "deny")
+            users, groups = f"{user} 1", f"{group} 1"
+        else:
+            users, groups = ids["users"], ids["groups"]
+        write(f"/proc/{process}/uid_map", f"0 {users}")
+        write(f"/proc/{process}/gid_map", f"0 {groups}")
+        return 0
+
+    enter_user_namespace(others, map_ids)
+
+
+def _become_root(parent: int, *, groups: bool) -> None:
+    """Become root of the namespace, and end with the parent; `groups` says whether this process may leave its own."""
+    if groups:
+        os.setgroups([])
+    os.setresgid(0, 0, 0)
+    os.setresuid(0, 0, 0)
+    end_with_parent()
+    if os.getppid() not in {parent, 0}:
+        os._exit(1)
 
 
 def say(report: int, line: "dict[str, Any]") -> None:

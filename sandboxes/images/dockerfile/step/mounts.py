@@ -5,7 +5,7 @@ import posixpath
 
 from sandboxes.host.kernel_calls import MS_BIND, MS_NODEV, MS_NOEXEC, MS_NOSUID, MS_REC, find_inside, mount, write
 
-from .errors import StepError
+from . import StepError
 from .overlay import ROOT, SPACE
 
 TYPE_CHECKING = False

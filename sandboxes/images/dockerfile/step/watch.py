@@ -5,11 +5,13 @@ import select
 import signal
 import time
 
-from .errors import FullError
-
 WATCH_SECONDS = 0.5
 WATCH_SHARE = 20
 """Looking at a step's writes takes at most this fraction of the time."""
+
+
+class FullError(Exception):
+    """A step that wrote more than it may."""
 
 
 def watch(child: int, folder: str, max_bytes: int) -> int:
