@@ -1,6 +1,7 @@
 """Helpers for children of a test: to kill them after a block, keep them uncollected, and find those that are left."""
 
 import gc
+import os
 import subprocess
 import sys
 import warnings
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 import psutil
 
 T = TypeVar("T", bound=subprocess.Popen[Any])
+STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); signal.pause()"
 TRACER = """
 import ctypes, os, sys
 libc = ctypes.CDLL(None, use_errno=True)
@@ -31,6 +33,15 @@ def killed(process: T) -> Iterator[T]:
             yield process
         finally:
             process.kill()
+
+
+@contextmanager
+def started(code: str, **env: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a Python program with more environment, and wait for its first line."""
+    command, environ = [sys.executable, "-c", code], {**os.environ, **env}
+    with killed(subprocess.Popen(command, stdout=subprocess.PIPE, env=environ)) as process:
+        process.stdout.readline()
+        yield process
 
 
 @contextmanager

@@ -2,26 +2,12 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 
 from sandboxes.host.children import ForkedChild, LingeringChildren, end_process, wait_exit
-from tests.support.processes.children import held, killed
-
-STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); signal.pause()"
-
-
-@contextmanager
-def started(code: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a program, and wait for its first line."""
-    with killed(subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)) as process:
-        process.stdout.readline()
-        yield process
+from tests.support.processes.children import STUBBORN, held, started
 
 
 @pytest.mark.slow

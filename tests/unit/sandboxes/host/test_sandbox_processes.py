@@ -3,8 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from sandboxes.host.processes import (
     FOLDERS,
@@ -17,9 +15,7 @@ from sandboxes.host.processes import (
     start_time,
     work_of,
 )
-from tests.support.processes.children import killed
-
-STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); signal.pause()"
+from tests.support.processes.children import STUBBORN, killed, started
 
 WORKER = """
 import subprocess, sys, time
@@ -27,15 +23,6 @@ code = "import time\\nwhile time.process_time() < 0.2: open('/dev/zero', 'rb').r
 with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE):
     time.sleep(60)
 """
-
-
-@contextmanager
-def started(code: str, **env: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a program, and wait for its first line."""
-    command, environ = [sys.executable, "-c", code], {**os.environ, **env}
-    with killed(subprocess.Popen(command, stdout=subprocess.PIPE, env=environ)) as process:
-        process.stdout.readline()
-        yield process
 
 
 def test_start_time_tells_processes_apart():
