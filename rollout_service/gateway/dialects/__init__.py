@@ -5,7 +5,7 @@ from types import MappingProxyType
 
 from rollout_service.gateway.contract import Dialect
 from rollout_service.gateway.dialects.answers import WholeAnswer
-from rollout_service.gateway.dialects.anthropic import responses as anthropic
+from rollout_service.gateway.dialects.anthropic_answers import CODEC as ANTHROPIC
 from rollout_service.gateway.dialects.base import (
     AnswerStream,
     DialectCodec,
@@ -13,12 +13,12 @@ from rollout_service.gateway.dialects.base import (
     ListedModel,
     client_name,
 )
-from rollout_service.gateway.dialects.google import responses as google
-from rollout_service.gateway.dialects.openai_chat import responses as openai_chat
-from rollout_service.gateway.dialects.openai_responses import responses as openai_responses
+from rollout_service.gateway.dialects.google_answers import CODEC as GOOGLE
+from rollout_service.gateway.dialects.openai_chat_answers import CODEC as OPENAI_CHAT
+from rollout_service.gateway.dialects.openai_responses_answers import CODEC as OPENAI_RESPONSES
 
 CODECS: Mapping[Dialect, DialectCodec] = MappingProxyType(
-    {each.CODEC.dialect: each.CODEC for each in (openai_chat, openai_responses, anthropic, google)}
+    {codec.dialect: codec for codec in (OPENAI_CHAT, OPENAI_RESPONSES, ANTHROPIC, GOOGLE)}
 )
 
 __all__ = [

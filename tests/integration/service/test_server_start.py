@@ -203,12 +203,12 @@ PAGE = ROOT / "docs" / "explanation" / "walks.md"
 LANDMARKS = [
     "rollout_service/http/protocol.py",
     "rollout_service/gateway/server/app.py",
-    "rollout_service/gateway/dialects/openai_chat/requests.py",
+    "rollout_service/gateway/dialects/openai_chat_requests.py",
     "rollout_service/gateway/capture/capture.py",
     "rollout_service/tokens/renderer.py",
     "rollout_service/engines/pool/dispatch.py",
     "rollout_service/engines/kinds/sglang/backend.py",
-    "rollout_service/gateway/dialects/openai_chat/responses.py",
+    "rollout_service/gateway/dialects/openai_chat_answers.py",
 ]
 
 

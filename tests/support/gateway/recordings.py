@@ -13,7 +13,7 @@ from typing import Any
 
 from rollout_service.gateway.contract import Dialect, ModelCall
 from rollout_service.gateway.dialects import CODECS
-from rollout_service.gateway.dialects.openai_responses.requests import flat_name
+from rollout_service.gateway.dialects.openai_responses_requests import flat_name
 
 FOLDER = Path(__file__).parents[2] / "fixtures" / "agent_clis"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.jsonl"))

@@ -9,7 +9,7 @@ from api_schemas.trajectories import FinishReason
 from rollout_service.base.errors import InvalidFieldError, UnauthorizedError
 from rollout_service.gateway.contract import ClientMessage, ClientToolCall, Dialect, ModelCall, TextDelta
 from rollout_service.gateway.dialects import CODECS, ListedModel
-from rollout_service.gateway.dialects.google.requests import read_signature, sign
+from rollout_service.gateway.dialects.google_requests import read_signature, sign
 from rollout_service.gateway.errors import (
     ContextOverflowError,
     RefusedParameterError,

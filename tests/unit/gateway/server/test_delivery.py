@@ -10,8 +10,7 @@ from starlette.types import Message, Receive
 
 from api_schemas.trajectories import FinishReason
 from rollout_service.gateway.contract import AnswerBegin, AnswerEnd, CallArguments, Dialect, ModelCall, TextDelta
-from rollout_service.gateway.dialects import CODECS, WholeAnswer
-from rollout_service.gateway.dialects.openai_chat import responses
+from rollout_service.gateway.dialects import CODECS, WholeAnswer, openai_chat_answers
 from rollout_service.gateway.server.delivery import AnswerResponse
 from rollout_service.gateway.sessions.answer import EVENTS_AT_ONCE, LiveAnswer
 from tests.support.gateway import answers
@@ -79,8 +78,8 @@ async def test_log_probabilities_are_written_in_a_thread(monkeypatch, stream):
 
     sent: list[Message] = []
     threads: list[threading.Thread] = []
-    finished = responses.finish_reason
-    monkeypatch.setattr(responses, "finish_reason", finish_reason)
+    finished = openai_chat_answers.finish_reason
+    monkeypatch.setattr(openai_chat_answers, "finish_reason", finish_reason)
     for logprobs in (False, True):
         call = ModelCall(dialect=Dialect.CHAT, model="m", messages=(), stream=stream, logprobs=logprobs)
         answer = LiveAnswer(call, retry_seconds=0.0)

@@ -36,7 +36,7 @@ from rollout_service.gateway.dialects.base import (
     sse,
 )
 from rollout_service.gateway.dialects.fields import custom_input
-from rollout_service.gateway.dialects.openai_chat.requests import PARAMETERS, read_call
+from rollout_service.gateway.dialects.openai_chat_requests import PARAMETERS, read_call
 
 _DONE = b"data: [DONE]\n\n"
 

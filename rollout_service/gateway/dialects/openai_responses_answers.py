@@ -35,7 +35,7 @@ from rollout_service.gateway.dialects.base import (
     sse,
 )
 from rollout_service.gateway.dialects.fields import custom_input, parse_object
-from rollout_service.gateway.dialects.openai_responses.requests import PARAMETERS, item_id, read_call
+from rollout_service.gateway.dialects.openai_responses_requests import PARAMETERS, item_id, read_call
 
 _OPEN = "in_progress"
 

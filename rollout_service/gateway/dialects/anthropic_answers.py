@@ -24,7 +24,7 @@ from rollout_service.gateway.contract import (
     raw_call_text,
 )
 from rollout_service.gateway.dialects.answers import TextPart, WholeAnswer
-from rollout_service.gateway.dialects.anthropic.requests import PARAMETERS, THREAD, read_call
+from rollout_service.gateway.dialects.anthropic_requests import PARAMETERS, THREAD, read_call
 from rollout_service.gateway.dialects.base import (
     COMMENT,
     AnswerStream,

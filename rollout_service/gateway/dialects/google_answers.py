@@ -34,7 +34,7 @@ from rollout_service.gateway.dialects.base import (
     sse,
 )
 from rollout_service.gateway.dialects.fields import parse_object
-from rollout_service.gateway.dialects.google.requests import PARAMETERS, read_call, sign
+from rollout_service.gateway.dialects.google_requests import PARAMETERS, read_call, sign
 from rollout_service.gateway.errors import ContextOverflowError
 
 
