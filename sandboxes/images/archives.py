@@ -19,7 +19,7 @@ from sandboxes.errors import ImageError, ImageNotFoundError
 INDEX, LAYOUT, MANIFEST, REPOSITORIES = "index.json", "oci-layout", "manifest.json", "repositories"
 REF_NAMES = ("io.containerd.image.name", "org.opencontainers.image.ref.name")
 MALFORMED = (AttributeError, IndexError, KeyError, RecursionError, TypeError)
-"""What documents of another form than theirs raise where they are read."""
+"""Raised where documents of another form than theirs are read."""
 BROKEN = (OSError, EOFError, tarfile.TarError, zlib.error, lzma.LZMAError, ValueError, *MALFORMED)
 
 DOCUMENT_LIMIT = 8 * 1024 * 1024
