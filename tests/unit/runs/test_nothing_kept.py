@@ -89,6 +89,7 @@ async def test_equal_rewards_are_a_problem_that_does_not_stop_the_run():
         with capture_logs() as logs:
             await it.create(source=ENDLESS)
             run = await with_problem(it)
+            await until(lambda: any(line["event"] == "a run keeps no group" for line in logs))
         assert (run.state, run.problem.code) == (RunState.RUNNING, "groups_dropped")
         found = re.fullmatch(r"no group was kept of the last (\d+) \(\1 zero_variance\)", run.problem.message)
         assert int(found[1]) >= REPORT_AFTER
