@@ -91,12 +91,14 @@ class HealthChecks:
     async def _bring_back(self, handle: BackendHandle) -> None:
         """Give an engine the pool's weights before any request, since it may have restarted, with another model."""
         try:
-            async with self._controller.joining(handle.backend) as info:
-                await self._controller.synchronize(handle.backend, info.weight_version)
+            async with self._controller.joining():
+                info = await handle.backend.model_info()
+                self._registry.refuse_other_vocabulary(handle.id, info.vocab_size)
+                version = await self._controller.synchronize(handle.backend, info.weight_version)
                 if handle.state is BackendState.FAILED:
-                    handle.bring_back(replace(info, extras=handle.info.extras), is_tried=self._registry.paused is None)
-                    pool, version = self._registry.name, info.weight_version
-                    log.info("backend is back", backend_id=handle.id, pool=pool, weight_version=version)
+                    info = replace(info, weight_version=version, extras=handle.info.extras)
+                    handle.bring_back(info, is_tried=self._registry.paused is None)
+                    log.info("backend is back", backend_id=handle.id, pool=self._registry.name, weight_version=version)
         except StoreError as error:  # other services may be commanding the pool
             handle.record_failure(error)
         except Exception as error:  # noqa: BLE001

@@ -139,17 +139,19 @@ class BackendPool:
             info = replace(await backend.model_info(), extras=frozenset(exports))
         if accept is not None:
             await accept(info)
-        tried = info.weight_version
-        async with self.controller.joining(backend) as joined:
+        async with self.controller.joining():
             known = self._registry.get(backend.id)
             if known is not None:
                 await backend.close()
                 backend = known.backend
-                await backend.model_info()
-            info = replace(joined, extras=info.extras)
+            info = replace(await backend.model_info(), extras=info.extras)
+            self._registry.refuse_other_vocabulary(backend.id, info.vocab_size)
             is_known = is_checked and known is None
-            await self.controller.synchronize(backend, info.weight_version, is_known=is_known, tried=tried)
-            is_tried = not self.paused or info.weight_version == tried
+            version = await self.controller.synchronize(
+                backend, info.weight_version, is_known=is_known, tried=info.weight_version
+            )
+            is_tried = not self.paused or version == info.weight_version
+            info = replace(info, weight_version=version)
             handle = known or BackendHandle(
                 backend,
                 kind,

@@ -95,7 +95,7 @@ class Pools:
         return next((handle for handle in found if handle is not None), None)
 
     def names(self) -> list[str]:
-        """Return the pools that ever had a backend: the name of another one may be a slip of the pen."""
+        """Return the pools that ever had a backend: another name may be mistyped."""
         return sorted(name for name, pool in self._pools.items() if pool.has_served)
 
     def in_service(self) -> tuple[frozenset[str], anyio.Event]:

@@ -21,7 +21,7 @@ from api_schemas.inference import (
     WeightsGroupRequest,
     WeightsRequest,
 )
-from rollout_service.engines.contract import Backend, Generation, ModelInfo
+from rollout_service.engines.contract import Backend, Generation
 from rollout_service.engines.errors import (
     BackendRejected,
     BackendUnreachable,
@@ -55,8 +55,6 @@ class PoolController:
         self._registry = registry
         self._weights = PoolWeights()
         self._groups = ProcessGroups()
-        self._orders = 0
-        """Updates of the weights that were begun here or taken over."""
 
     # ---- services that share the backends
 
@@ -64,23 +62,10 @@ class PoolController:
         return self._weights.external_version
 
     @asynccontextmanager
-    async def joining(self, backend: Backend) -> AsyncIterator[ModelInfo]:
-        """Give a backend the pool's weights, and let no command run within the block, at any service.
-
-        An engine takes minutes to load weights, or hangs. Commands go on meanwhile, and it then gets what they brought.
-        """
-        given: tuple[WeightSet, int] | None = None
-        while True:
-            async with self._exclusive(self._registry.name), self.lock:
-                info = await backend.model_info()
-                self._registry.refuse_other_vocabulary(backend.id, info.vocab_size)
-                lacking = self._weights.lacking(backend.id, info.weight_version)
-                if lacking is None or given == (lacking, self._orders):
-                    self._weights.unknown.discard(backend.id)
-                    yield info if lacking is None else replace(info, weight_version=lacking.version)
-                    return
-                given = lacking, self._orders
-            await lacking.load(backend, KvHandling.FLUSHED)
+    async def joining(self) -> AsyncIterator[None]:
+        """Let no command run within the block, at any service."""
+        async with self._exclusive(self._registry.name), self.lock:
+            yield
 
     def hold(self, mode: PauseMode) -> None:
         """Hold requests while another service carries out a command; `take_over` ends it."""
@@ -108,7 +93,6 @@ class PoolController:
 
     def take_over(self, state: PoolState) -> None:
         """Adopt the state that another service left; the backends have their commands already."""
-        self._orders += 1
         present = WeightSet(state.source, state.version) if state.source is not None else None
         self._weights.replace(present, state.kept_kv, state.unknown)
         self._groups.replace(state.groups)
@@ -142,14 +126,15 @@ class PoolController:
 
     async def synchronize(
         self, backend: Backend, version: int, *, is_known: bool = False, tried: int | None = None
-    ) -> None:
-        """Bring a backend with `version` of the weights to the pool's pause, within `joining`.
+    ) -> int:
+        """Bring a backend to the pool's weights and pause, and return its weight version, within `joining`.
 
         One that `is_known` to other services did not restart, and keeps its process groups. Its weights are tried
         unless they are of the version `tried`, or the pool is paused: then they are once it is resumed.
         """
         if not is_known:
             self._groups.forget(backend.id)
+        version = await self._weights.bring_up_to_date(backend, version)
         if self._registry.paused is not None:
             mode = self._registry.paused
             await backend.pause(PauseMode.ABORT if mode is PauseMode.DRAIN else mode)
@@ -157,6 +142,7 @@ class PoolController:
             await backend.resume()
             if version != tried:
                 await try_weights(backend, version, self._weights.source_of(version))
+        return version
 
     # ---- weights
 
@@ -175,7 +161,6 @@ class PoolController:
         weights = self._weights.plan_update(request, [handle.info.weight_version for handle in handles])
         if weights is None:
             return self._outcome(FanOut(handles), changed=False, version=request.version)
-        self._orders += 1
         if weights.is_external:
             return self._note_external(weights, handles)
         if isinstance(weights.source, DistributedWeights):

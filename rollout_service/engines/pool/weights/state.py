@@ -104,28 +104,28 @@ class PoolWeights:
         self.present = wanted
         return None
 
-    def lacking(self, backend_id: str, version: int) -> WeightSet | None:
-        """Return the pool's weights if a backend that reports `version` has to load them.
-
-        Raises:
-            BackendRejected: It cannot be given any.
-        """
-        is_unknown = backend_id in self.unknown
-        if self.present is None and is_unknown:
-            raise BackendRejected(
-                "has unknown weights, because a load was interrupted",
-                hint="Load weights with POST /v1/weights, or restart the engine and register it again.",
-                backend_id=backend_id,
-            )
-        if self.present is None or (version == self.present.version and not is_unknown):
-            return None
+    async def bring_up_to_date(self, backend: Backend, version: int) -> int:
+        """Give the pool's weights to a backend that reports `version`, and return its version then."""
+        if self.present is None or (version == self.present.version and backend.id not in self.unknown):
+            self._refuse_unknown(backend)
+            return version
         if isinstance(self.present.source, DistributedWeights):
             raise BackendRejected(
                 f"lacks version {self.present.version} of the weights, which came over a process group",
                 hint="Load that version or a later one from a folder with POST /v1/weights; then it can join.",
-                backend_id=backend_id,
+                backend_id=backend.id,
             )
-        return self.present
+        await self.present.load(backend, KvHandling.FLUSHED)
+        self.unknown.discard(backend.id)
+        return self.present.version
+
+    def _refuse_unknown(self, backend: Backend) -> None:
+        if backend.id in self.unknown:
+            raise BackendRejected(
+                "has unknown weights, because a load was interrupted",
+                hint="Load weights with POST /v1/weights, or restart the engine and register it again.",
+                backend_id=backend.id,
+            )
 
 
 def kv_handling(mode: PauseMode) -> KvHandling:

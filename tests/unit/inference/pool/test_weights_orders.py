@@ -53,7 +53,6 @@ class SlowEngine(ScriptedEngine):
         super().__init__(Counting(), latency=latency)
         self.loads: list[tuple[str, bool]] = []
         self.seconds = 0.0
-        self.hangs: anyio.Event | None = None
         self.loading = 0
         self.refuses = False
         self.breaks = False
@@ -63,8 +62,6 @@ class SlowEngine(ScriptedEngine):
         assert self.loading == 1, "two updates at once"
         assert body["abort_all_requests"] is False
         await anyio.sleep(self.seconds)
-        if self.hangs is not None:
-            await self.hangs.wait()
         self.loading -= 1
         if self.refuses or self.breaks:
             message = {"success": False, "message": "no such folder"}
@@ -351,26 +348,6 @@ async def test_a_backend_that_fails_comes_back_with_the_new_weights_only():
         await until(lambda: states(pool) == [BackendState.READY] * 2)
         assert bad.loads == [("2", True)]
         assert {version for version, _ in good.loads} == {"1", "2"}
-
-
-@pytest.mark.parametrize("is_known", [False, True], ids=["registered", "back"])
-async def test_an_engine_that_hangs_while_it_is_given_weights_holds_up_no_command_and_gets_the_newest(is_known):
-    slow = SlowEngine()
-    async with running(SlowEngine()) as (pools, pool), slow, anyio.create_task_group() as tasks:
-        if is_known:
-            await pools.register(slow.url)
-            slow.healthy = False
-            await until(lambda: states(pool)[-1] is BackendState.FAILED)
-        await pool.update_weights("/w/1", 1)
-        slow.hangs, slow.healthy = anyio.Event(), True
-        if not is_known:
-            tasks.start_soon(pools.register, slow.url)
-        await until(lambda: slow.loading)
-        with anyio.fail_after(10):
-            assert (await pool.update_weights("/w/2", 2)).changed
-        slow.hangs.set()
-        await until(lambda: states(pool) == [BackendState.READY] * 2)
-        assert slow.loads == [("1", True), ("2", True)]
 
 
 async def test_a_backend_whose_return_cannot_be_recorded_is_tried_again():
